@@ -13,9 +13,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from moereg.bench.timing import wait_for
 from moereg.platforms import current_platform
 from moereg.selection.loader import load_backends
-from moereg.testing.cases import Case, default_device, runnable_platform
+from moereg.testing.cases import Case, claimed_problems, default_device, runnable_platform
 from moereg.testing.inputs import make_weights
-from moereg.testing.problems import claimed_problems
 
 SIZES = {"num_experts": 32, "hidden_size": 512, "intermediate_size": 256, "top_k": 4}
 DEVICE = default_device()

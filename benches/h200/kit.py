@@ -20,8 +20,7 @@ from pathlib import Path
 from moereg.evidence.ledger import Verification, merge_ledger
 from moereg.platforms import current_platform
 from moereg.testing.cases import is_imitated, runnable_platform
-from moereg.testing.check import CellName, Check
-from moereg.testing.outcomes import NO_TIME, Outcome, Report, Result
+from moereg.testing.check import NO_TIME, CellName, Check, Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check
 
 AT_ONCE = 8

@@ -53,6 +53,7 @@ from moereg.errors import (
 )
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
+from moereg.numerics.reference import LayerCall
 from moereg.platforms import Platform, current_platform, probe_cpu, torch_device
 from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
@@ -237,7 +238,8 @@ def run_layer(flags: ProblemFlags, seed: int) -> Result:
             # This second call may fail although the first did not; the verdict stands.
             with phase("looking for the cause"), contextlib.suppress(Exception):
                 out, reference = comparison.output(winner, num_tokens), comparison.reference(winner, num_tokens)
-                causes = diagnose(problem, built.weights, *calls[0], out, reference, computes=winner.computes)
+                call = LayerCall.of(problem, built.weights, *calls[0], computes=winner.computes)
+                causes = diagnose(call, out, reference)
     permute_ms, weights_bytes = comparison.permute_ms.get(winner), num_bytes(built.weights.tensors())
     return result_of_run(name, selection, num_tokens, row, permute_ms, weights_bytes, causes, flags.verbose)
 

@@ -14,8 +14,7 @@ from moereg.registry import BackendCell
 from moereg.selection.loader import list_cells, load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
-from moereg.testing.check import GRADIENT_KINDS, CellName, Check
-from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
+from moereg.testing.check import GRADIENT_KINDS, IMPORT, CellName, Check, Outcome, Report, Result
 
 _SHOWN: Final = "backend", "experts", "rule", "scheme", "trains", "failure", "date"
 

@@ -19,9 +19,8 @@ from moereg.cli._progress import phase
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
 from moereg.selection.modules import import_modules, is_file_name
-from moereg.testing.check import CellName, chosen_machine
+from moereg.testing.check import CellName, Outcome, Report, Result, chosen_machine
 from moereg.testing.diagnosis import causes_in, split_message
-from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import verify
 
 _EVERY_SECONDS: Final = 20.0

@@ -123,7 +123,7 @@ def calibrate_activation_scales(
     Returns:
         a13_scale and a2_scale, fp32 [E]. An expert without tokens gets the largest of the others.
     """
-    call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
+    call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map)
     experts = range(problem.num_local_experts)
     found = []
     for rows in (call.input, call.intermediate):
@@ -163,9 +163,9 @@ class LayerCall:
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        dtype: torch.dtype,
-        computes: QuantScheme | str | None,
+        expert_map: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        computes: QuantScheme | str | None = None,
     ) -> LayerCall:
         """Checks the arguments of `reference_experts` and maps ids to local experts."""
         scheme = problem.quant if computes is None else get_scheme(computes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
-    from moereg.testing.cases import Case
+    from moereg.testing.cases import Case, accepted_problems, claimed_problems, rejected_problems
     from moereg.testing.check import CellName
     from moereg.testing.checks import GuardedLayer
     from moereg.testing.drawing import DrawnLayer, draw_layer
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from moereg.testing.guards import GuardedMemory, GuardedWorkspaces, guard_permuted, guard_weights
     from moereg.testing.inputs import ROUTINGS, Inputs, make_expert_map, make_inputs, make_weights
     from moereg.testing.interpreter import patch_interpreter
-    from moereg.testing.problems import accepted_problems, claimed_problems, rejected_problems
     from moereg.testing.suite import (
         CHECK_SECONDS,
         Check,
@@ -67,7 +66,7 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "testing.cases": ("Case",),
+    "testing.cases": ("Case", "accepted_problems", "claimed_problems", "rejected_problems"),
     "testing.check": ("CellName",),
     "testing.checks": ("GuardedLayer",),
     "testing.drawing": ("DrawnLayer", "draw_layer"),
@@ -76,7 +75,6 @@ _MODULES: Final = {
     "testing.inputs": ("ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_weights"),
     "testing.interpreter": ("patch_interpreter",),
     "evidence.ledger": ("Verification", "merge_ledger", "read_ledger"),
-    "testing.problems": ("accepted_problems", "claimed_problems", "rejected_problems"),
     "testing.suite": ("CHECK_SECONDS", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"),
 }
 

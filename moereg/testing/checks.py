@@ -38,11 +38,14 @@ from moereg.testing.cases import (
     Case,
     build,
     calls_of,
+    claimed_problems,
     fault_tokens,
     first_case,
     machine,
+    rejected_problems,
     runnable_platform,
     select_cell,
+    served_schemes,
 )
 from moereg.testing.diagnosis import diagnose, worded
 from moereg.testing.drawing import DrawnLayer
@@ -56,7 +59,6 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.testing.problems import claimed_problems, rejected_problems, served_schemes
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
 
@@ -150,9 +152,9 @@ class GuardedLayer:
         self.late.expect(out)
         return out
 
-    def reference(self, inputs: Inputs, computes: QuantScheme | None = None) -> torch.Tensor:
+    def reference(self, inputs: Inputs) -> torch.Tensor:
         """The expected result of a call."""
-        return _reference(self.case, self.weights, inputs, self.expert_map, computes)
+        return _reference(self.case, self.weights, inputs, self.expert_map)
 
     def check_close(self, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> None:
         """Raises AssertionError if the error exceeds the bound, naming usual mistakes that explain it."""
@@ -161,10 +163,10 @@ class GuardedLayer:
             return
         rows = torch.nonzero(~out.isfinite().all(1)).flatten().tolist()
         found = f"; rows {rows[:8]} of {len(out)} are not finite" if rows else ""
-        call = (self.case.problem, self.weights, *inputs.call)
         causes: tuple[str, ...] = ()
         try:
-            causes = diagnose(*call, out, truth, self.expert_map, self.case.computes)
+            call = (self.case.problem, self.weights, *inputs.call, self.expert_map)
+            causes = diagnose(LayerCall.of(*call, computes=self.case.computes), out, truth)
         except Exception as failed:  # Such as a lack of memory: what was found above still holds.
             found += f"; looking for the cause failed: {described(failed)}"
         raise AssertionError(f"error {error:.2e}, bound {bound:.0e}{found}{worded(causes)}")

@@ -18,11 +18,10 @@ from moereg.numerics.reference import LayerCall, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import spans_tokens
 from moereg.runtime.torch_state import in_plain_torch
-from moereg.spec.activations import ACTIVATIONS
+from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import MATRICES, QuantScheme
+from moereg.spec.quant_schemes import MATRICES
 from moereg.testing.faults import plant_faults
-from moereg.weights.permuted import ExpertWeights
 
 _Edit = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,21 +45,11 @@ _TILES: Final = (16, 32, 64, 128, 256)
 
 
 @in_plain_torch
-def diagnose(
-    problem: MoEProblem,
-    weights: ExpertWeights,
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-    computes: QuantScheme | str | None = None,
-) -> tuple[str, ...]:
+def diagnose(right: LayerCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:
     """Names the mistakes that explain a wrong output.
 
     Args:
-        problem, weights, hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
+        right: The call in fp32.
         out: [T,H], the kernel's output; NaN where it wrote nothing.
         truth: [T,H] fp32, the result of `reference_experts`.
 
@@ -71,13 +60,11 @@ def diagnose(
         return ()
     if out.isnan().all():
         return ("out is NaN, as if it was not written",)
+    problem = right.problem
     if _elements(problem) > _MOST_ELEMENTS:
         return ()
     found: tuple[str, ...] = ()
     if out.isfinite().all():
-        right = LayerCall.of(
-            problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, computes
-        )
         call = _MistakenCall(**vars(right))
         if spans_tokens(call.scheme):  # A per-call scale depends on every row.
             if _elements(problem) // problem.top_k * problem.num_local_experts <= _MOST_ELEMENTS:
@@ -85,7 +72,7 @@ def diagnose(
         else:
             kept = _worst_rows(problem, out, truth)
             found = _matching(call.with_rows(kept), out[kept], truth[kept])
-    return found or _wrong_tail(out, truth, layer_tolerance(problem, len(out), computes))
+    return found or _wrong_tail(out, truth, layer_tolerance(problem, len(out), right.scheme))
 
 
 def worded(causes: Sequence[str]) -> str:
@@ -111,7 +98,7 @@ def causes_in(message: str) -> tuple[str, ...]:
 def _matching(call: _MistakenCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:
     error, bound = relative_error(out, truth), layer_tolerance(call.problem, len(out), call.scheme)
     errors = {}
-    for name, mistaken in (pair for kind in _MISTAKES for pair in kind(call)):
+    for name, mistaken in _mistakes(call):
         wrong = mistaken.output()
         if relative_error(wrong, truth) > bound:
             errors[name] = relative_error(out, wrong)
@@ -176,6 +163,9 @@ class _MistakenCall(LayerCall):
     def with_edits(self, **edits: _Edit) -> _MistakenCall:
         return dataclasses.replace(self, edits=edits)
 
+    def with_activation(self, activation: Activation) -> _MistakenCall:
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, activation=activation))
+
     def matrix(self, name: str, expert: int) -> torch.Tensor:
         shifted = (expert + self.shifts.get(name, 0)) % self.problem.num_local_experts
         return self._edited(name, super().matrix(name, shifted))
@@ -195,65 +185,51 @@ class _MistakenCall(LayerCall):
         return self.edits[name](tensor) if name in self.edits else tensor
 
 
-def _matrix_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    if call.problem.activation.gated:
-        yield "gate and up swapped", call.with_edits(w13=_halves_swapped, w13_bias=_halves_swapped)
-        yield (
-            "gate and up rows of w13 read in turn instead of as halves",
-            call.with_edits(w13=_deinterleaved, w13_bias=_deinterleaved),
-        )
-        yield (
-            "gate and up rows of w13 read as halves of interleaved rows",
-            call.with_edits(w13=_interleaved, w13_bias=_interleaved),
-        )
+def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    problem, weights = call.problem, call.topk_weights
+    if problem.activation.gated:
+        for text, edit in (
+            ("swapped", _halves_swapped),
+            ("rows of w13 read in turn instead of as halves", _deinterleaved),
+            ("rows of w13 read as halves of interleaved rows", _interleaved),
+        ):
+            yield f"gate and up {text}", call.with_edits(w13=edit, w13_bias=edit)
     for name in MATRICES:
         yield f"{name} transposed", call.with_edits(**{name: _transposed})
     yield "both matrices transposed", call.with_edits(w13=_transposed, w2=_transposed)
-    if call.problem.num_local_experts > 1:
+    if problem.num_local_experts > 1:
         for step, name in ((1, "next"), (-1, "previous")):
-            shifted = (call.local_ids + step) % call.problem.num_local_experts
-            yield (
-                f"experts off by one (each has the {name} one's weights)",
-                dataclasses.replace(call, local_ids=torch.where(call.local_ids < 0, -1, shifted)),
-            )
+            shifted = torch.where(call.local_ids < 0, -1, (call.local_ids + step) % problem.num_local_experts)
+            text = f"experts off by one (each has the {name} one's weights)"
+            yield text, dataclasses.replace(call, local_ids=shifted)
             for matrix in MATRICES:
                 yield f"{matrix} of the {name} expert", dataclasses.replace(call, shifts={matrix: step})
 
-
-def _routing_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    weights = call.topk_weights
     yield "routing weights omitted", dataclasses.replace(call, topk_weights=torch.ones_like(weights))
     yield "routing weights applied twice", dataclasses.replace(call, topk_weights=weights.square())
     total = weights.sum(1, keepdim=True)
     yield "routing weights normalized to a sum of 1", dataclasses.replace(call, topk_weights=weights / total)
-    if call.problem.top_k > 1:
-        reversed_ = weights.flip(1)
-        yield "routing weights of a token in reverse order", dataclasses.replace(call, topk_weights=reversed_)
+    if problem.top_k > 1:
+        yield "routing weights of a token in reverse order", dataclasses.replace(call, topk_weights=weights.flip(1))
     place = "output instead of the input" if call.scales_input else "input instead of the output"
     yield f"routing weights applied to the {place}", dataclasses.replace(call, scales_input=not call.scales_input)
 
-
-def _activation_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    right = call.problem.activation
-    others = [other for other in ACTIVATIONS.values() if other.gated == right.gated and other.name != right.name]
-    for other in others:
-        yield f"activation {other} instead of {right}", _with_problem(call, activation=other)
+    right = problem.activation
+    for other in ACTIVATIONS.values():
+        if other.gated == right.gated and other.name != right.name:
+            yield f"activation {other} instead of {right}", call.with_activation(other)
     for field, none in (("limit", None), ("beta", 0.0), ("alpha", 1.0)):
         if getattr(right, field) != none:
             without = dataclasses.replace(right, **{field: none})  # type: ignore[arg-type]
-            yield f"{field} of the activation ignored", _with_problem(call, activation=without)
+            yield f"{field} of the activation ignored", call.with_activation(without)
 
-
-def _bias_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    if call.problem.has_bias:
+    if problem.has_bias:
         for name in MATRICES:
             yield f"bias of {name} forgotten", call.with_edits(**{f"{name}_bias": torch.zeros_like})
         yield "both biases forgotten", call.with_edits(w13_bias=torch.zeros_like, w2_bias=torch.zeros_like)
         if not call.scales_input:
             yield "bias of w2 not scaled by the routing weight", dataclasses.replace(call, scales_bias=False)
 
-
-def _scale_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
     if call.scheme.weight is not None:
         scales = {
             name: torch.ones_like(scale.float()).to(scale.dtype)
@@ -270,26 +246,14 @@ def _scale_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
         kept = dataclasses.replace(call.scheme, activation=None)
         yield "activations left at 16 bits", dataclasses.replace(call, scheme=kept)
 
-
-def _missing_columns(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    """Leaves out the end of a sum: the part after the last whole tile, or the last tile."""
+    # The end of a sum left out: the part after the last whole tile, or the last tile.
     for name, text, size in (
-        ("a13", "columns of hidden_states", call.problem.hidden_size),
-        ("a2", "columns of the intermediate", call.problem.intermediate_size),
+        ("a13", "columns of hidden_states", problem.hidden_size),
+        ("a2", "columns of the intermediate", problem.intermediate_size),
     ):
         missing = {1, *(size % tile or tile for tile in _TILES)}
         for count in sorted(one for one in missing if one < size):
             yield f"the last {count} of {size} {text} left out", call.with_edits(**{name: _without_last(count)})
-
-
-_MISTAKES: Final = (
-    _matrix_mistakes,
-    _routing_mistakes,
-    _activation_mistakes,
-    _bias_mistakes,
-    _scale_mistakes,
-    _missing_columns,
-)
 
 
 def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float) -> tuple[str, ...]:
@@ -313,10 +277,6 @@ def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float
     # An error with another cause would add to the rounding error instead of being explained by it.
     best = min(errors, key=lambda name: errors[name], default=None)
     return () if best is None or not errors[best] < error / 2 else (best,)
-
-
-def _with_problem(call: _MistakenCall, **changes: object) -> _MistakenCall:
-    return dataclasses.replace(call, problem=dataclasses.replace(call.problem, **changes))  # type: ignore[arg-type]
 
 
 def _halves_swapped(rows: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,18 @@ from moereg.registry import BackendCell
 from moereg.selection.loader import load_backends
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import MoEProblem
-from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform
+from moereg.testing.cases import (
+    Case,
+    accepted_neighbor,
+    default_device,
+    held,
+    is_imitated,
+    runnable_platform,
+    served_schemes,
+)
 from moereg.testing.diagnosis import split_message
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
-from moereg.testing.problems import accepted_neighbor, held, served_schemes
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st

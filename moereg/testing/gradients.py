@@ -21,21 +21,28 @@ from moereg.experts import ExpertInputs, Gradients
 from moereg.layer.backend_calls import make_experts, permute
 from moereg.layer.checks import resolve_expert_map
 from moereg.layer.factory import make_unchecked_kernel
-from moereg.numerics.gradients import reference_gradients
+from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell
 from moereg.runtime.torch_state import plain_torch
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
-from moereg.testing.cases import Case, calls_of, is_imitated, runnable_platform, select_cell
+from moereg.testing.cases import (
+    Case,
+    accepted_neighbor,
+    calls_of,
+    claimed_problems,
+    is_imitated,
+    runnable_platform,
+    select_cell,
+)
 from moereg.testing.checks import check_capture, no_waiting
 from moereg.testing.diagnosis import worded
 from moereg.testing.drawing import DrawnLayer, claimed_activations
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.guards import GuardedMemory, GuardedWorkspaces, guard_weights
 from moereg.testing.inputs import Inputs, make_adapters, make_expert_map, make_grad_out, make_inputs, make_weights
-from moereg.testing.problems import accepted_neighbor, claimed_problems
 from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
@@ -114,11 +121,13 @@ class Expected:
         adapters: ExpertAdapters | None,
     ) -> None:
 
-        def run(weights: ExpertWeights, inputs: Inputs, adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
-            return reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters).tensors
+        def run(weights: ExpertWeights, inputs: Inputs, adapters: ExpertAdapters | None) -> ReferenceGradients:
+            return reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters)
 
-        self.truth = reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters)
-        self._backward = BackwardPass(run, weights, inputs, adapters, self.truth.local_ids, self.truth.tensors)
+        self.truth = truth = run(weights, inputs, adapters)
+        self._backward = BackwardPass(
+            lambda *call: run(*call).tensors, weights, inputs, adapters, truth.local_ids, truth.tensors
+        )
 
     def check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises AssertionError if an error exceeds its bound, naming usual mistakes that explain it."""

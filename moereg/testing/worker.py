@@ -29,7 +29,7 @@ from moereg import errors
 from moereg.errors import ArgumentError, BackendError, MoeregError, described, one_line
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.python_process import python_command
-from moereg.testing.outcomes import Outcome
+from moereg.testing.check import Outcome
 
 CHECK_SECONDS: Final = 120.0
 """A check's time limit. The slowest take some seconds."""

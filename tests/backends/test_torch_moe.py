@@ -28,7 +28,7 @@ from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 from moereg.testing.check import Check
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.testing.listing import list_suite
+from moereg.testing.suite import list_suite
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.experts_run import CPU, run_experts, truth_of
 

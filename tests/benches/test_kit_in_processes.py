@@ -6,8 +6,7 @@ import concurrent.futures
 from concurrent.futures.process import BrokenProcessPool
 
 from benches.h200 import kit
-from moereg.testing.check import Check
-from moereg.testing.outcomes import NO_TIME, Outcome, Result
+from moereg.testing.check import NO_TIME, Check, Outcome, Result
 from moereg.testing.suite import checks_of
 
 

@@ -15,7 +15,7 @@ import moereg
 from moereg.cli import main
 from moereg.cli._new_backend import _FILES, _TEMPLATES
 from moereg.registry import BackendCell, BackendRegistry, registering_origin
-from moereg.testing import cases, checks, problems
+from moereg.testing import cases, checks
 from tests.cli.command import ROOT, Call, CallJson, run_python
 from tests.support.toml import tomllib
 
@@ -101,7 +101,7 @@ def test_the_backend_keeps_the_contract(cell: BackendCell) -> None:
     assert (cell.origin, cell.class_name) == ("moereg-written-here", "WrittenHereExperts")
     of_cell = [
         cases.Case(cell, cases.runnable_platform(cell) or pytest.fail("it must run on every CPU"), problem)
-        for problem in problems.claimed_problems(cell)
+        for problem in cases.claimed_problems(cell)
     ]
     for case in of_cell:
         checks.check_numbers(case, is_first=case == of_cell[0])

@@ -17,9 +17,8 @@ from moereg.registry import BackendCell, BackendRegistry
 from moereg.selection.loader import list_cells, load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
-from moereg.testing.check import GRADIENT_KINDS, CellName, Check
+from moereg.testing.check import GRADIENT_KINDS, IMPORT, CellName, Check, Outcome, Report, Result
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
 from tests.cli.command import Call, CallJson
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=64, intermediate_size=64, top_k=2, quant="int8_w8a16")

@@ -33,7 +33,7 @@ from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.evidence.pack import read_pack
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
-from moereg.testing.outcomes import Outcome
+from moereg.testing.check import Outcome
 from moereg.testing.worker import Answer
 from tests.checkpoints.tiny_families import FAMILIES
 from tests.cli.command import ROOT, Call, run_module

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
-import pkgutil
 import random
 import re
 import resource
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 CORPUS: Final = Path(__file__).parent / "corpus"
+
+# Clock seconds for each CPU second of a case: a case that waits would not use up CPU seconds.
+_PATIENCE: Final = 10
 
 Case = Any
 """Anything that JSON has, so that it can be stored."""
@@ -25,14 +26,13 @@ Case = Any
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """One contract and the inputs that try to break it. Each module of this package with an `AREA` is one.
+    """One contract and the inputs that try to break it.
 
     Attributes:
-        name: As its module is called.
         draw: A case from a seeded generator, and from nothing else: the same state draws the same case. Never a set's
-            order, which differs between processes. check: None if the contract holds, else one line that says how it is
-            broken. What it raises counts as broken too, and so do a case that takes longer or more memory than it may,
-            and one that ends the process.
+            order, which differs between processes.
+        check: None if the contract holds, else one line that says how it is broken. What it raises counts as broken
+            too, and so does a case that takes longer or more memory than it may.
         smoke: Cases that `make test` draws.
         limit_s: CPU seconds of one case.
         memory_mib: What one case may allocate.
@@ -46,29 +46,18 @@ class Area:
     memory_mib: int = 1024
 
 
-def module_names() -> list[str]:
-    """The modules of this package, but for the one that runs it."""
-    return sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)]) if info.name != "__main__")
-
-
-def find_areas() -> Mapping[str, Area]:
-    """The areas of this package by name, in alphabetical order."""
-    modules = [importlib.import_module(f"tests.fuzz.{name}") for name in module_names()]
-    return {module.AREA.name: module.AREA for module in modules if hasattr(module, "AREA")}
-
-
 def draw_case(area: Area, seed: int, index: int) -> Case:
     """Case `index` of a seed, whichever process asks for it."""
     return area.draw(random.Random(f"{seed}/{area.name}/{index}"))
 
 
 def run_case(area: Area, case: Case) -> str | None:
-    """Checks a case within the area's limits of CPU time and memory; None if the contract holds, else one line."""
+    """Checks a case within the area's limits of time and memory; None if the contract holds, else one line."""
     try:
-        with _cpu_limit(area.limit_s), _memory_limit(area.memory_mib):
+        with _time_limit(area.limit_s), _memory_limit(area.memory_mib):
             failure = area.check(case)
-    except _TimeUpError:
-        failure = f"took over {area.limit_s} s of CPU time"
+    except _TimeUpError as error:
+        failure = str(error)
     except MemoryError:
         failure = f"took over {area.memory_mib} MiB"
     except (KeyboardInterrupt, GeneratorExit):
@@ -99,20 +88,26 @@ class _TimeUpError(BaseException):
 
 
 @contextlib.contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """CPU time instead of the clock's, so that a busy neighbor fails nothing. What sleeps forever is for the caller."""
+def _time_limit(seconds: float) -> Iterator[None]:
+    """CPU time, so that a busy neighbor fails nothing; and much more by the clock, for a case that waits."""
+    limits = {
+        signal.SIGPROF: (signal.ITIMER_PROF, seconds, f"took over {seconds} s of CPU time"),
+        signal.SIGALRM: (signal.ITIMER_REAL, _PATIENCE * seconds, f"no answer after {_PATIENCE * seconds} s"),
+    }
 
-    def stop(signum: int, frame: object) -> None:
-        raise _TimeUpError
+    def stop(number: int, frame: object) -> None:
+        raise _TimeUpError(limits[signal.Signals(number)][2])
 
-    previous = signal.signal(signal.SIGPROF, stop)
+    handlers = {number: signal.signal(number, stop) for number in limits}
     # Once more after each second, in case the first one was raised where Python ignores it, such as a finalizer.
-    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+    timers = [(timer, signal.setitimer(timer, limit, 1.0)) for timer, limit, _ in limits.values()]
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, previous)
+        for timer, before in timers:  # The clock's may be pytest's.
+            signal.setitimer(timer, *before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,24 +51,17 @@ BASES: Final = (
 
 
 class Base:
-    """Files of a small checkpoint.
+    """Files of a small checkpoint: config.json, an index that it is complete without, and the safetensors file's parts.
 
-    Attributes:
-        config: Of config.json.
-        index: Of model.safetensors.index.json; the checkpoint is complete without it.
-        header: Of the safetensors file.
-        data: Of the safetensors file.
-        layer: That has experts.
+    `layer` has experts.
     """
 
     def __init__(self, config: dict[str, Any], content: bytes, layer: int) -> None:
-        self.config = config
         start = 8 + int.from_bytes(content[:8], "little")
+        self.config, self.layer, self.data = config, layer, content[start:]
         self.header: dict[str, Any] = json.loads(content[8:start])
-        self.data = content[start:]
         names = [name for name in self.header if name != "__metadata__"]
         self.index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
-        self.layer = layer
 
 
 @functools.cache
@@ -139,7 +132,8 @@ def checkpoint_directory(case: Mapping[str, Any]) -> Iterator[Path]:
             if (path / file).exists():
                 os.truncate(path / file, size)
         for file, kind in case.get("kinds", ()):
-            _put(path / file, kind)
+            (path / file).unlink(missing_ok=True)
+            _KINDS[kind](path / file)
         yield path
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -152,27 +146,19 @@ def _replace_bytes(file: Path, position: float, replaced: bytes) -> None:
         file.write_bytes(content[:start] + replaced + content[start + len(replaced) :])
 
 
-def _put(file: Path, kind: str) -> None:
-    file.unlink(missing_ok=True)
-    if kind == "directory":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "loop":
-        file.symlink_to(file.name)
-    elif kind == "zeros":
-        file.symlink_to("/dev/zero")
-    elif kind == "nowhere":
-        file.symlink_to("nothing")
-    elif kind == "empty":
-        file.touch()
-    elif kind == "deep":
-        file.write_bytes(b'{"a":' * 50_000)
-    elif kind == "pickle":
-        (file.parent / "pytorch_model.bin").write_bytes(b"")
-
-
-KINDS: Final = ("directory", "pipe", "loop", "zeros", "nowhere", "empty", "deep", "pickle", "nothing")
+_KINDS: Final[Mapping[str, Callable[[Path], object]]] = {
+    "directory": Path.mkdir,
+    "pipe": os.mkfifo,
+    "loop": lambda file: file.symlink_to(file.name),
+    "zeros": lambda file: file.symlink_to("/dev/zero"),
+    "nowhere": lambda file: file.symlink_to("nothing"),
+    "empty": Path.touch,
+    "deep": lambda file: file.write_bytes(b'{"a":' * 50_000),
+    "pickle": lambda file: (file.parent / "pytorch_model.bin").write_bytes(b""),
+    "nothing": lambda file: None,
+}
+KINDS: Final = tuple(_KINDS)
+"""What may stand in a file's place."""
 
 
 def broken_promise(case: Mapping[str, Any]) -> str | None:

@@ -100,13 +100,6 @@ class BehindExperts(GoodExperts):
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
 
 
-@bad("writes_weights")
-class WeightsExperts(GoodExperts):
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        weights.w13.mul_(2)
-        return super().permute_weights(weights, problem)
-
-
 @bad("nan")
 class NanExperts(GoodExperts):
     def spoil(self, out: torch.Tensor) -> None:

@@ -22,12 +22,11 @@ import torch
 from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights, Platform
 from moereg.layer.factory import make_unchecked_kernel
 from moereg.layer.kernel import MoEKernel
-from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
-from moereg.testing.cases import Case, first_case, runnable_platform, running_as
+from moereg.testing.cases import Case, first_case, running_as
 from moereg.testing.check import KINDS, CellName, Check, check_layer, chosen_machine
 from moereg.testing.checks import ImportWatch, check_numbers
 from moereg.testing.drawing import DrawnLayer
@@ -57,11 +56,6 @@ class RightExperts(FakeExperts):
         self.num_calls += 1
         out.copy_(self.result(inputs, weights, self.computes))
         self.spoil(out, inputs, weights, workspace13, workspace2)
-
-    def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
-        canonical = ExpertWeights(**dict(weights.per_expert), quant=self.problem.quant)  # type: ignore[arg-type]
-        call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
-        return reference_experts(self.problem, canonical, *call, computes=computes)
 
     def spoil(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, *workspaces: Any) -> None:
         """Breaks the promise."""
@@ -177,18 +171,12 @@ class WearingExperts(RightExperts):
         return PermutedWeights("canonical", {"w13": weights.w13, "w2": weights.w2 * (1 + 1e-6 * self.num_permuted)})
 
 
-class Kept16BitExperts(RightExperts):
-    """Does not quantize activations, but for a share."""
-
-    share = 0.0
+class Mostly16BitExperts(RightExperts):
+    """Does not quantize activations, but for a third."""
 
     def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
         kept = super().result(inputs, weights, dataclasses.replace(computes, name="kept", activation=None))
-        return torch.lerp(kept, super().result(inputs, weights, computes), self.share)
-
-
-class Mostly16BitExperts(Kept16BitExperts):
-    share = 1 / 3
+        return torch.lerp(kept, super().result(inputs, weights, computes), 1 / 3)
 
 
 def shrinking(place: int, where: int) -> type[RightExperts]:
@@ -202,9 +190,9 @@ def shrinking(place: int, where: int) -> type[RightExperts]:
     return spoiling(lambda *_: None, workspace_shapes=shapes)
 
 
-def in_call(number: int) -> type[RightExperts]:
+def in_call(number: int, **members: Any) -> type[RightExperts]:
     """Gives other bits in one call, within the tolerance."""
-    return spoiling(lambda self, out, *_: out.mul_(1 + 2e-7 * (self.num_calls == number)))
+    return spoiling(lambda self, out, *_: out.mul_(1 + 2e-7 * (self.num_calls == number)), **members)
 
 
 def wrong_where(routing: str) -> type[RightExperts]:
@@ -355,18 +343,14 @@ BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
     *(("equal_bits", f"call {number}", "equal inputs gave other bits", in_call(number)) for number in (1, 2, 4)),
     ("compile", "first size", "T=17: compiled code gave another result than eager code", in_call(2)),
     ("compile", "second size", "T=5: compiled code gave another result than eager code", in_call(4)),
-    ("rounding", "keeps 16 bits", "activations were kept at 16 bits", Kept16BitExperts),
     ("rounding", "mostly keeps them", "activations were kept at 16 bits", Mostly16BitExperts),
     ("numbers", "out, behind", "memory 1 bytes behind out", spoiling(beside(1, "behind"))),
     ("numbers", "out, before", "bytes in front of out", spoiling(beside(1, "before"))),
     ("numbers", "first scratch, behind", "behind workspace13", spoiling(beside(4, "behind"))),
     ("numbers", "second scratch, before", "in front of workspace2", spoiling(beside(5, "before"))),
-    ("numbers", "tokens", "hidden_states was written to", spoiling(
-        lambda self, out, inputs, *_: inputs.hidden_states[-1, -1:].add_(1))),
-    ("numbers", "ids", "topk_ids was written to", spoiling(
-        lambda self, out, inputs, *_: inputs.topk_ids[-1, -1:].add_(1))),
-    ("numbers", "routing weights", "topk_weights was written to", spoiling(
-        lambda self, out, inputs, *_: inputs.topk_weights[-1, -1:].add_(1))),
+    *(("numbers", name, f"{name} was written to", spoiling(
+        lambda self, out, inputs, *_, name=name: getattr(inputs, name)[-1, -1:].add_(1)))
+        for name in ("hidden_states", "topk_ids", "topk_weights")),
     ("numbers", "equal ids", "topk_ids was written to, with what it held", spoiling(
         lambda self, out, inputs, *_: inputs.topk_ids.copy_(inputs.topk_ids.clone()))),
     ("numbers", "weights", "permuted w13 was written to", spoiling(
@@ -413,13 +397,13 @@ def test_a_broken_promise_is_seen(kind: str, fault: str, message: str, broken: A
         run_kind(kind, broken) if isinstance(broken, type) else broken()
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_numbers_are_told_which_case_is_the_first(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_told_which_case_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(checks, "calls_of", lambda case, is_first: seen.append(is_first) or [])
     cell = cell_of(RightExperts)
-    KINDS["numbers"](cell, {"problem": first_case(cell).problem.to_dict(), "is_first": is_first})
-    assert seen == [is_first]
+    for is_first in (False, True):
+        KINDS["numbers"](cell, {"problem": first_case(cell).problem.to_dict(), "is_first": is_first})
+    assert seen == [False, True]
 
 
 def spoiled_by(share: float) -> Callable[[ExpertWeights], Iterator[tuple[str, ExpertWeights]]]:
@@ -434,13 +418,16 @@ def spoiled_by(share: float) -> Callable[[ExpertWeights], Iterator[tuple[str, Ex
     return planted
 
 
-def test_faults_are_planted_in_biases_where_a_cell_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(checks, "plant_faults", lambda weights: seen.append(weights.w2_bias is not None) or [])
-    for has_bias in (True, False):
+def test_faults_are_planted_in_biases_and_in_two_experts_where_kernels_are_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[bool, int]] = []
+    planted = lambda weights: seen.append((weights.w2_bias is not None, weights.num_experts)) or []  # noqa: E731
+    monkeypatch.setattr(checks, "plant_faults", planted)
+    for has_bias, rule in ((True, "cpu"), (False, "cpu"), (True, "cuda:sm90")):
         facts = dataclasses.replace(LITTLE, bias=has_bias)
-        of_scheme("faults", "unquantized", cell_of(spoiling(print, facts=facts)))
-    assert seen == [True, False]
+        of_scheme("faults", "unquantized", cell_of(spoiling(print, facts=facts), rules=(rule,)))
+    assert seen == [(True, 6), (False, 6), (True, 6 if torch.cuda.is_available() else 2)]
 
 
 @pytest.mark.parametrize(("scheme", "least"), [("unquantized", 10), ("int8_w8a16", 10), ("int8_w8a8", 1.5)])
@@ -456,29 +443,18 @@ def test_each_fault_must_be_seen_well_above_the_bound(
         of_scheme("faults", scheme, cell)
 
 
-def test_what_is_within_the_bound_passes() -> None:
-    numbers(off_by(0.8))
-    drawn(off_by(0.8))
-
-
 def test_a_right_class_passes_what_the_others_fail() -> None:
     for kind in sorted({kind for kind, *_ in BROKEN} - {"compile"}):
         run_kind(kind, RightExperts)
     KINDS["deciding"](cell_of(RightExperts), watch("json"))
     for fill in FILLS:
         drawn(RightExperts, fill=fill)
+    numbers(off_by(0.8))
+    drawn(off_by(0.8))
+    drawn(in_call(2, facts=LITTLE))  # It does not claim equal bits.
     numbers(with_prepared(lambda inputs: None), activation_format="batched")
     for placement, facts in (("map", EVERYTHING), ("contiguous", LITTLE)):
         numbers(spoiling(lambda *_: None, facts=facts), placement=placement, num_experts=6, num_local_experts=3)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU imitates no other GPU")
-def test_interpreted_kernels_have_two_experts_with_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(checks, "plant_faults", lambda weights: seen.append(weights.num_experts) or [])
-    for rules in (("cpu",), ("cuda:sm90",)):
-        of_scheme("faults", "unquantized", cell_of(RightExperts, rules=rules))
-    assert seen == [6, 2]
 
 
 def test_a_cell_is_compared_with_what_it_computes() -> None:
@@ -527,13 +503,6 @@ def test_what_is_beyond_float16_is_right_or_not_finite(is_wide: bool, row: float
     expected = contextlib.nullcontext() if passes else pytest.raises(AssertionError, match="beyond 65,504: error")
     with expected:
         numbers(experts, dtype="float16")
-
-
-def test_a_class_that_does_not_claim_equal_bits_need_not_give_them() -> None:
-    class Varying(in_call(2)):  # type: ignore[misc]
-        facts = LITTLE
-
-    drawn(Varying)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -655,50 +624,31 @@ def test_a_call_must_not_wait_and_torch_is_left_as_it_was() -> None:
     assert waiting.mode == "default"
 
 
-class SharingExperts(RightExperts):
-    """Has a layout in common with `torch`'s classes."""
-
-    shared_layouts = ("canonical",)
-
-
-class RolledSharingExperts(SharingExperts):
-    """Permutes experts in another order, and would read them right."""
-
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        return PermutedWeights("canonical", {**weights.tensors(), "w2": weights.w2.roll(1, 0)})
-
-
-class WiderSharingExperts(SharingExperts):
-    """Keeps a table with the weights."""
-
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        return PermutedWeights("canonical", weights.tensors(), {"table": torch.zeros(3)})
-
-
 @pytest.mark.parametrize(
-    ("experts", "text"),
+    ("permute", "text"),
     [
-        (SharingExperts, ""),
+        (lambda weights: PermutedWeights("canonical", weights.tensors()), ""),
         (
-            RolledSharingExperts,
+            # Experts in another order, which the class would read right.
+            lambda weights: PermutedWeights("canonical", {**weights.tensors(), "w2": weights.w2.roll(1, 0)}),
             # Which of torch's classes keep canonical weights depends on the CPU.
             r"shared_layouts has 'canonical' like torch \(\w+\), whose w2 has other bytes",
         ),
-        (WiderSharingExperts, r"which has tensors \['w13', 'w2'\] there, not \['table', 'w13', 'w2'\]"),
+        (
+            lambda weights: PermutedWeights("canonical", weights.tensors(), {"table": torch.zeros(3)}),
+            r"which has tensors \['w13', 'w2'\] there, not \['table', 'w13', 'w2'\]",
+        ),
     ],
+    ids=["equal", "rolled", "wider"],
 )
 def test_classes_that_share_a_layout_have_equal_bytes(
-    isolated_registry: BackendRegistry, experts: type[RightExperts], text: str
+    isolated_registry: BackendRegistry, permute: Callable[[ExpertWeights], PermutedWeights], text: str
 ) -> None:
+    def permute_weights(self: Any, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return permute(weights)
+
+    experts = spoiling(lambda *_: None, shared_layouts=("canonical",), permute_weights=permute_weights)
     register_moe_backend("sharing", 1, ("unquantized",), ("cpu",))(experts)
     (cell,) = isolated_registry.by_name("sharing")
     with pytest.raises(AssertionError, match=text) if text else contextlib.nullcontext():
-        checks.check_permute(cell)
-
-
-def test_classes_of_torch_share_their_layouts(isolated_registry: BackendRegistry) -> None:
-    """Each beside the others that this machine runs."""
-    cells = [cell for cell in isolated_registry.cells if cell.experts.shared_layouts and runnable_platform(cell)]
-    assert {"TorchDenseExperts", "TorchBatchedExperts", "TorchQuantizedExperts"} <= {cell.class_name for cell in cells}
-    for cell in cells:
         checks.check_permute(cell)

@@ -14,13 +14,24 @@ import torch
 from moereg.author import Facts, MoEProblem, Platform
 from moereg.registry import BackendCell
 from moereg.spec.activations import ACTIVATIONS
-from moereg.testing import cases, checks, drawing, listing
-from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
+from moereg.testing import cases, checks, drawing, suite
+from moereg.testing.cases import (
+    GPU_TOKENS,
+    TOKENS,
+    Case,
+    accepted_neighbor,
+    accepted_problems,
+    calls_of,
+    claimed_problems,
+    fault_schemes,
+    fault_tokens,
+    first_case,
+    rejected_problems,
+)
 from moereg.testing.checks import ImportWatch
 from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, limits_of, vary_sizes
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
-from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
 from tests.support import fakes
 from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts
 
@@ -137,22 +148,15 @@ def test_interpreted_cases_have_fewer_calls_but_for_the_first() -> None:
     assert len(fault_schemes(native)) >= 3
 
 
-def test_a_first_case_is_of_the_scheme_and_has_biases_where_they_are_preferred() -> None:
+def test_a_first_case_is_of_the_scheme_and_has_biases_where_they_are_preferred_and_a_kernel_its_map() -> None:
     cell = cell_of(EVERYTHING, ("unquantized", "int8_w8a16"))
     assert [first_case(cell, scheme).problem.quant for scheme in cell.schemes] == list(cell.schemes)
     assert [first_case(cell, cell.schemes[0], has_bias).problem.has_bias for has_bias in (False, True)] == [False, True]
     assert not first_case(cell_of(LITTLE), has_bias=True).problem.has_bias
-
-
-def test_a_kernel_has_the_map_of_its_case() -> None:
-    case = next(
-        Case(cell, first_case(cell).platform, problem)
-        for cell in [cell_of(EVERYTHING)]
-        for problem in claimed_problems(cell)
-        if problem.placement == "map" and problem.is_expert_parallel
-    )
-    expert_map = cases.build(case).expert_map
-    assert expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
+    parallel = [problem for problem in claimed_problems(cell) if problem.is_expert_parallel]
+    mapped = next(problem for problem in parallel if problem.placement == "map")
+    kernel = cases.build(Case(cell, first_case(cell).platform, mapped))
+    assert kernel.expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
 
 
 def test_a_platform_that_nothing_imitates_here_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +243,7 @@ def test_a_built_in_class_is_told_of_what_backends_import_alone(
 
 
 def kinds_of(cell: BackendCell, is_known: bool = False) -> list[tuple[str, Any]]:
-    return list(listing._promises(cell, False, is_known))
+    return list(suite._promises(cell, False, is_known))
 
 
 def test_a_cell_has_a_check_of_each_problem_scheme_and_promise() -> None:
@@ -259,12 +263,12 @@ def test_a_cell_has_a_check_of_each_problem_scheme_and_promise() -> None:
     assert [argument["name"] for kind, argument in found if kind == "rounding"] == ["int8_w8a8"]
     assert "equal_bits" in {kind for kind, _ in found}
     assert "equal_bits" not in {kind for kind, _ in kinds_of(cell_of(LITTLE))}
-    assert [kind for kind, _ in listing._promises(cell, True, False)] == ["deciding"]
+    assert [kind for kind, _ in suite._promises(cell, True, False)] == ["deciding"]
 
 
 def test_a_cell_of_a_gpu_is_captured_and_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "runnable_platform", lambda cell: Platform.from_name("cuda:sm90"))
-    monkeypatch.setattr(listing, "is_imitated", lambda cell: False)
+    monkeypatch.setattr(suite, "runnable_platform", lambda cell: Platform.from_name("cuda:sm90"))
+    monkeypatch.setattr(suite, "is_imitated", lambda cell: False)
     monkeypatch.setattr(cases, "is_imitated", lambda cell: False)
     captured = cell_of(dataclasses.replace(LITTLE, graph_capture=True), rule="cuda:sm90")
     kinds = [{kind for kind, _ in kinds_of(cell)} for cell in (captured, cell_of(LITTLE, rule="cuda:sm90"))]
@@ -278,11 +282,5 @@ def test_schemes_that_a_cell_serves_by_another_are_claimed_and_drawn() -> None:
     cell = cell_of(LITTLE, ("int8_w8a16",))
     for problems in (claimed_problems(cell), (layer.problem for layer in drawn_of(cell, 40))):
         assert {problem.quant.name for problem in problems} == {"int8_w8a16", "int8_w8a8"}
-
-
-def test_case_of_a_substituted_scheme_says_so() -> None:
-    cell = cell_of(LITTLE, ("int8_w8a16",))
-    problem = dataclasses.replace(first_case(cell).problem, quant="int8_w8a8")
-    case = Case(cell, CPU, problem)
-    assert case.computes.name == "int8_w8a16"
-    assert case.id.endswith("-computes_int8_w8a16")
+    substituted = dataclasses.replace(first_case(cell).problem, quant="int8_w8a8")
+    assert Case(cell, CPU, substituted).computes.name == "int8_w8a16"

@@ -10,12 +10,13 @@ import pytest
 from moereg.registry import BackendCell
 from moereg.selection.loader import list_backends
 from moereg.spec.problem import MoEProblem
-from moereg.testing import cases, checks, gradients, listing, problems
+from moereg.testing import cases, checks, gradients
 from moereg.testing.check import KINDS, Check
+from moereg.testing.suite import list_suite
 from tests.support.kit import runnable_cells
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SUITES = {name: listing.list_suite(name) for name in list_backends()}
+SUITES = {name: list_suite(name) for name in list_backends()}
 CELLS = runnable_cells()
 
 
@@ -57,7 +58,7 @@ def promises() -> list[Any]:
                 continue
             cell = names[check.cell]
             key = check.kind, kind_of(cell, check)
-            is_imitated = check.cell in suite.imitated
+            is_imitated = check.cell in suite.report.imitated
             is_slow = is_imitated and (key in seen or key[1] is None)
             seen |= {key} if is_imitated else set()
             marks = [pytest.mark.slow] if is_slow else []
@@ -74,7 +75,7 @@ def test_a_promise_is_kept(cell: BackendCell, check: Check) -> None:
 
 def test_every_cell_runs_here_or_says_why_not() -> None:
     for suite in SUITES.values():
-        for cell, reasons in suite.idle.items():
+        for cell, reasons in suite.report.idle.items():
             assert reasons, f"{cell} neither runs here nor says why"
     assert any(suite.running for suite in SUITES.values()), "no registered cell runs on this machine"
 
@@ -82,7 +83,7 @@ def test_every_cell_runs_here_or_says_why_not() -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
 def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: BackendCell) -> None:
     platform = cases.runnable_platform(cell)
-    assert problems.accepted_problems(cell, platform) == list(dict.fromkeys(problems.claimed_problems(cell)))
+    assert cases.accepted_problems(cell, platform) == list(dict.fromkeys(cases.claimed_problems(cell)))
 
 
 def test_verifying_runs_every_check_of_the_kit() -> None:

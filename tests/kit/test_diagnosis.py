@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import LayerCall, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import dequantize_weights
 from moereg.spec.activations import ACTIVATIONS
@@ -47,9 +47,7 @@ def _setting(**changes):
 
 def _names(setting, out):
     problem, weights, inputs, truth = setting
-    return diagnose(
-        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, out.to(torch.bfloat16), truth
-    )
+    return diagnose(LayerCall.of(problem, weights, *inputs.call), out.to(torch.bfloat16), truth)
 
 
 def _with_weights(inputs, weights):
@@ -97,34 +95,21 @@ def test_a_usual_mistake_is_named(name):
     assert len(found) == 1 or name == "activation gelu", found  # Its tanh form differs by less than bfloat16 shows.
 
 
-def test_a_router_weight_on_the_wrong_side_is_named():
-    setting = problem, weights, inputs, _ = _setting(top_k=1)
-    scaled = dataclasses.replace(
-        inputs,
-        hidden_states=(inputs.hidden_states * inputs.topk_weights).bfloat16(),
-        topk_weights=torch.ones_like(inputs.topk_weights),
-    )
-    (name,) = _names(setting, _layer(problem, scaled, weights.w13, weights.w2))
-    assert name == "routing weights applied to the input instead of the output"
-
-
-@pytest.mark.parametrize("forgotten", ["w13", "w2", "both"])
-def test_a_forgotten_bias_is_named(forgotten):
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        ({"b13": None}, "bias of w13 forgotten"),
+        ({"b2": None}, "bias of w2 forgotten"),
+        ({"b13": None, "b2": None}, "both biases forgotten"),
+        ({"scales_bias": False}, "bias of w2 not scaled by the routing weight"),
+        ({}, None),
+    ],
+)
+def test_a_mistake_with_a_bias_is_named(mistake, name):
     setting = problem, weights, inputs, _ = _setting(has_bias=True, activation="swigluoai")
     biases = {"b13": weights.w13_bias, "b2": weights.w2_bias}
-    for name in {"w13": ["b13"], "w2": ["b2"], "both": ["b13", "b2"]}[forgotten]:
-        biases[name] = None
-    (name,) = _names(setting, _layer(problem, inputs, weights.w13, weights.w2, **biases))
-    assert name == ("both biases forgotten" if forgotten == "both" else f"bias of {forgotten} forgotten")
-
-
-def test_a_bias_without_its_routing_weight_is_named():
-    setting = problem, weights, inputs, _ = _setting(has_bias=True, activation="swigluoai")
-    matrices = (weights.w13, weights.w2, weights.w13_bias, weights.w2_bias)
-    assert _names(setting, _layer(problem, inputs, *matrices, scales_bias=False)) == (
-        "bias of w2 not scaled by the routing weight",
-    )
-    assert not _names(setting, _layer(problem, inputs, *matrices))
+    found = _names(setting, _layer(problem, inputs, weights.w13, weights.w2, **{**biases, **mistake}))
+    assert found == (() if name is None else (name,))
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "int8_w8a16"])
@@ -149,13 +134,16 @@ def test_missing_rows_and_columns_are_counted():
     assert _names(setting, truth[:0]) == ()
 
 
-def test_causes_that_coincide_are_both_named():
-    """With one expert a token and weights of a sum of 1, weights that are left out and normalized ones are equal."""
+def test_mistakes_with_the_routing_weights_of_one_expert_a_token_are_named():
     setting = problem, weights, inputs, _ = _setting(top_k=1)
-    names = _names(
-        setting, _layer(problem, _with_weights(inputs, torch.ones_like(inputs.topk_weights)), weights.w13, weights.w2)
-    )
+    omitted = _with_weights(inputs, torch.ones_like(inputs.topk_weights))
+    # Of a sum of 1, weights that are left out and normalized ones are equal: both are named.
+    names = _names(setting, _layer(problem, omitted, weights.w13, weights.w2))
     assert names == ("routing weights omitted", "routing weights normalized to a sum of 1")
+    scaled = (inputs.hidden_states * inputs.topk_weights).bfloat16()
+    other_side = dataclasses.replace(omitted, hidden_states=scaled)
+    (name,) = _names(setting, _layer(problem, other_side, weights.w13, weights.w2))
+    assert name == "routing weights applied to the input instead of the output"
 
 
 def _noise(truth, share):

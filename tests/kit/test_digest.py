@@ -91,9 +91,7 @@ def test_comments_docstrings_and_layout_do_not_count() -> None:
 )
 def test_each_change_of_code_counts(old: str, new: str) -> None:
     assert of(PLAIN.replace(old, new)) != of(PLAIN)
-
-
-def test_blocks_and_strings_that_are_used_count() -> None:
+    # Blocks, and strings that are used.
     assert of("if a:\n  b()\n  c()") != of("if a:\n  b()\nc()")
     assert of("asm('nop')") != of("asm('add')")
     assert of("f([], [1])") != of("f([1], [])")
@@ -200,17 +198,9 @@ def test_what_does_not_parse_counts_by_its_bytes(package: pathlib.Path, content:
     assert wheel_digest("no_such_package.backend") == UNKNOWN
 
 
-def test_a_module_alone_is_its_own_code(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "alone_x.py").write_text("x = 1")
-    before = wheel_digest("alone_x")
-    (tmp_path / "neighbor_x.py").write_text("x = 1")
-    assert wheel_digest("alone_x") == before != UNKNOWN
-    (tmp_path / "alone_x.py").write_text("x = 2")
-    assert wheel_digest("alone_x") != before
-
-
-def test_a_namespace_is_no_package_of_one_distribution(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_namespace_nor_a_module_alone_is_a_package(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two"):
         (tmp_path / name / "acme_ns" / name).mkdir(parents=True)
         (tmp_path / name / "acme_ns" / name / "__init__.py").write_text("")
@@ -225,6 +215,12 @@ def test_a_namespace_is_no_package_of_one_distribution(tmp_path: pathlib.Path, m
     assert module_file("acme_ns.two.impl") == tmp_path / "two" / "acme_ns" / "two" / "impl.py"
     assert module_file("acme_ns") is None
     assert module_file("alone_x") == tmp_path / "alone_x.py"
+    # A module in no package is its own code.
+    before = wheel_digest("alone_x")
+    (tmp_path / "neighbor_x.py").write_text("x = 1")
+    assert wheel_digest("alone_x") == before != UNKNOWN
+    (tmp_path / "alone_x.py").write_text("x = 2")
+    assert wheel_digest("alone_x") != before
 
 
 FOLLOWED = ("moereg.backends.", "moereg.kernels.", "moereg.weights.layouts.")

@@ -7,13 +7,13 @@ MOEREG_KIT_EXAMPLES says how many layers of each experts class are drawn; MOEREG
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import os
 import random
 from collections.abc import Callable
 
 import hypothesis.configuration
-import hypothesis.strategies as st
 import pytest
 
 from moereg.registry import BackendCell
@@ -102,19 +102,9 @@ def test_a_drawn_layer_is_one_that_its_cell_claims(cell: BackendCell) -> None:
                 assert case.cell == cell
                 cases.select_cell(case)  # Asserts that the cell accepts the problem.
                 assert DrawnLayer.from_json(str(drawn)) == drawn
-            sizes = ("hidden_size", "intermediate_size")
-            assert all((getattr(other.problem, size) - getattr(layer.problem, size)) % 128 == 0 for size in sizes)
-            same = (
-                "quant",
-                "dtype",
-                "activation",
-                "has_bias",
-                "num_experts",
-                "num_local_experts",
-                "top_k",
-                "placement",
-            )
-            assert all(getattr(other.problem, field) == getattr(layer.problem, field) for field in same)
+            sizes = {size: getattr(layer.problem, size) for size in ("hidden_size", "intermediate_size")}
+            assert all((getattr(other.problem, size) - value) % 128 == 0 for size, value in sizes.items())
+            assert dataclasses.replace(other.problem, **sizes) == layer.problem
 
 
 def test_half_a_pad_more_than_whole_ones_is_drawn_often() -> None:
@@ -184,9 +174,9 @@ def test_layers_are_drawn_until_the_time_is_up() -> None:
 
 
 @hypothesis.settings(max_examples=5, deadline=None, database=None, derandomize=True)
-@hypothesis.given(st.data())
-def test_layers_that_share_kernels_are_drawn_together(data: st.DataObject) -> None:
-    first, *others = data.draw(drawn_layers(native_cell(), layers_a_kernel=3))
+@hypothesis.given(drawn_layers(native_cell(), layers_a_kernel=3))
+def test_layers_that_share_kernels_are_drawn_together(layers: list[DrawnLayer]) -> None:
+    first, *others = layers
     assert len(others) == 2
     for other in others:
         assert (other.problem.quant, other.problem.activation) == (first.problem.quant, first.problem.activation)

@@ -111,6 +111,4 @@ def test_faults_that_weights_cannot_have() -> None:
     weights = make_weights(problem, CPU)
     assert not list(plant_faults(weights))
     one = dataclasses.replace(problem, quant=QUANT_SCHEMES["fp8_block128"])
-    names = {name for name, _ in plant_faults(make_weights(one, CPU))}
-    assert not names, "one group and one expert leave nothing to mix up"
-    assert set(FAULTS) >= {"gate and up swapped", "nibbles swapped"}
+    assert not list(plant_faults(make_weights(one, CPU))), "one group and one expert leave nothing to mix up"

@@ -1,14 +1,15 @@
 """A sample of `make fuzz`: every case that failed once, and some new ones of each area. And its own limits."""
 
 import json
+import threading
 
 import pytest
 
 from moereg.errors import UnknownNameError
 from tests.fuzz import small_checkpoints
-from tests.fuzz.area import CORPUS, Area, draw_case, find_areas, load_case, run_case
+from tests.fuzz.area import CORPUS, Area, draw_case, load_case, run_case
+from tests.fuzz.checkpoints import AREAS
 
-AREAS = find_areas()
 STORED = sorted(CORPUS.glob("*/*.json"))
 
 
@@ -39,6 +40,10 @@ def _loop(case):
         pass
 
 
+def _wait(case):
+    threading.Event().wait()
+
+
 def _exit(case):
     raise SystemExit(3)
 
@@ -51,9 +56,10 @@ def _exit(case):
         (lambda case: {}[case], "raised KeyError: 7"),
         (_exit, "raised SystemExit: 3"),
         (_loop, "took over 0.05 s of CPU time"),
+        (_wait, "no answer after 0.5 s"),
         (lambda case: bytearray(2**30) and None, "took over 64 MiB"),
     ],
-    ids=["holds", "line", "raises", "exits", "hangs", "grows"],
+    ids=["holds", "line", "raises", "exits", "hangs", "waits", "grows"],
 )
 def test_a_broken_contract_is_said_in_one_line(check, failure):
     assert run_case(_area(check, limit_s=0.05, memory_mib=64), 7) == failure

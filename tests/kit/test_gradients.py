@@ -8,30 +8,30 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, Final
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
 
-from moereg.author import ExpertAdapters, ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights
+from moereg.author import ExpertAdapters, ExpertInputs, ExpertWeights, Gradients, MoEProblem, PermutedWeights
+from moereg.backends._torch.training import activation_gradient
+from moereg.kernels.plain.device import local_expert_ids
 from moereg.numerics import gradients as bounds
 from moereg.numerics.gradients import reference_gradients
 from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import GRADIENTS
-from moereg.testing import gradients, listing
+from moereg.testing import gradients, suite
 from moereg.testing.cases import Case, running_as
 from moereg.testing.check import KINDS, check_layer, chosen_machine
 from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
-from moereg.testing.inputs import Inputs, make_adapters, make_grad_out, make_inputs, make_weights
+from moereg.testing.inputs import make_adapters, make_grad_out, make_inputs, make_weights
 from moereg.weights.adapters import ADAPTER_TENSORS
-from tests.support.fakes import LITTLE, FakeExperts, cell_of
-from tests.support.training import Operands, Rows, TrainingExperts
+from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts, cell_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -40,6 +40,163 @@ SMALL: Final[dict[str, Any]] = {"num_experts": 4, "hidden_size": 40, "intermedia
 
 
 ADAPTED: Final[dict[str, Any]] = {"gradients": GRADIENTS, "adapter_rank": 16}
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and slots of an expert's rows."""
+Operands = dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]
+"""Left and right rows of each product by expert and tensor."""
+
+
+class Adapter(NamedTuple):
+    """One expert's adapter of one matrix in fp32; 0 where there is none."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+class TrainingExperts(FakeExperts):
+    """Rounds to the problem's dtype wherever a kernel of several launches may, and sums in fp32."""
+
+    facts = dataclasses.replace(EVERYTHING, router_weight_on_input=False, gradients=frozenset(GRADIENTS))
+
+    def saved_shapes(self, problem: MoEProblem, num_tokens: int) -> Any:
+        columns = problem.activation.num_halves * problem.intermediate_size
+        return {"pre": ((num_tokens, problem.top_k, columns), problem.torch_dtype)}
+
+    def apply_saving(
+        self,
+        out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        given = {"inputs": inputs, "weights": weights, "workspace13": workspace13, "workspace2": workspace2}
+        self.forward(out=out, saved=saved, **given)
+
+    def apply_backward(
+        self,
+        grads: Gradients,
+        grad_out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        given = {"inputs": inputs, "weights": weights, "workspace13": workspace13, "workspace2": workspace2}
+        self.backward(grads=grads, grad_out=grad_out, saved=saved, **given)
+
+    def forward(self, *, out: torch.Tensor, saved: Any, inputs: ExpertInputs, weights: Any, **scratch: Any) -> None:
+        """`apply_saving`."""
+        if inputs.adapters is None:
+            self.apply(out, inputs, weights, **scratch)
+        else:
+            in_fp32 = {name: tensor.float() for name, tensor in weights.per_expert.items()}
+            merged = inputs.adapters.merged(ExpertWeights.unchecked(in_fp32, self.problem.quant))
+            call = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
+            out.copy_(reference_experts(self.problem, merged, *call))
+        for expert, rows in self.experts_with_rows(inputs):
+            x, adapter = inputs.hidden_states[rows[0]].float(), self.adapter(inputs, "w13", expert)
+            pre = x @ self.matrix(weights, "w13", expert).T + self.down(adapter, x) @ adapter.b.T
+            if self.problem.has_bias:
+                pre += weights["w13_bias"][expert].float()
+            saved["pre"][rows] = pre.to(saved["pre"].dtype)
+
+    def backward(
+        self, *, grads: Gradients, grad_out: torch.Tensor, saved: Any, inputs: ExpertInputs, weights: Any, **_: Any
+    ) -> None:
+        """`apply_backward`."""
+        by_route = torch.zeros(*inputs.topk_ids.shape, grad_out.shape[1])
+        routing = torch.zeros_like(inputs.topk_weights)
+        operands: Operands = {}
+        for expert, rows in self.experts_with_rows(inputs):
+            x, grad = inputs.hidden_states[rows[0]].float(), grad_out[rows[0]].float()
+            scale = self.routing_weights(inputs, rows)
+            of_w13, of_w2 = (self.adapter(inputs, name, expert) for name in ("w13", "w2"))
+            grad_low = self.rounded(grad @ of_w2.b * of_w2.scaling)
+            grad_act = self.rounded(grad @ self.matrix(weights, "w2", expert) + grad_low @ of_w2.a)
+            act, grad_pre = self.act(saved["pre"][rows].float(), self.rounded(scale * grad_act))
+            routing[rows] = self.routing_gradient(grad_act, act)
+            grad_low13 = self.rounded(grad_pre @ of_w13.b * of_w13.scaling)
+            by_route[rows] = self.rounded(grad_pre @ self.matrix(weights, "w13", expert) + grad_low13 @ of_w13.a)
+            act = self.rounded(scale * act)
+            operands[expert] = {"w13": (grad_pre, x), "w2": (grad, act)}
+            operands[expert] |= {"w13_a": (grad_low13, x), "w13_b": (grad_pre, self.down(of_w13, x))}
+            operands[expert] |= {"w2_a": (grad_low, act), "w2_b": (grad, self.down(of_w2, act))}
+            if self.problem.has_bias:
+                routing[rows] += (grad * weights["w2_bias"][expert].float()).sum(1)
+                one = torch.ones(len(x), 1)
+                operands[expert] |= {"w13_bias": (grad_pre, one), "w2_bias": (self.rounded(scale * grad), one)}
+        parameters = {**weights.per_expert, **(inputs.adapters.tensors() if inputs.adapters else {})}
+        of_experts = {name: torch.zeros(tensor.shape) for name, tensor in parameters.items()}
+        for expert, pairs in self.deep(operands).items():
+            for name in of_experts:
+                left, right = pairs[name]
+                of_experts[name][expert] = (left.T @ right).view(of_experts[name][expert].shape)
+        found = {"hidden_states": by_route.sum(1), "topk_weights": routing, **of_experts}
+        for name, tensor in found.items():
+            self.write(name, getattr(grads, name), tensor, grads.accumulate and name in of_experts, inputs)
+
+    def deep(self, operands: Operands) -> Operands:
+        """The operands of the products that sum over an expert's rows."""
+        return operands
+
+    def write(
+        self, name: str, out: torch.Tensor | None, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs
+    ) -> None:
+        """Writes a gradient that is asked for."""
+        if out is not None:
+            out.copy_(out + found if accumulates else found)
+
+    def experts_with_rows(self, inputs: ExpertInputs) -> Iterator[tuple[int, Rows]]:
+        """Experts in order, each with its rows."""
+        local = local_expert_ids(inputs.topk_ids, self.problem.num_local_experts, inputs.expert_map)
+        for expert in range(self.problem.num_local_experts):
+            token, slot = torch.nonzero(local == expert, as_tuple=True)
+            if len(token):
+                yield expert, (token, slot)
+
+    def matrix(self, weights: PermutedWeights, name: str, expert: int) -> torch.Tensor:
+        """One expert's w13 or w2 in fp32."""
+        return weights[name][expert].float()
+
+    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
+        """Those that saved rows and gradients are computed with; the output is always right."""
+        return inputs.adapters
+
+    def adapter(self, inputs: ExpertInputs, name: str, expert: int) -> Adapter:
+        """One expert's of w13 or w2."""
+        problem, held = self.problem, self.adapters(inputs)
+        if held is None or getattr(held, f"{name}_a") is None:
+            hidden, width = problem.hidden_size, problem.intermediate_size
+            rows, columns = (problem.activation.num_halves * width, hidden) if name == "w13" else (hidden, width)
+            return Adapter(torch.zeros(1, columns), torch.zeros(rows, 1), 0.0)
+        a, b = (getattr(held, f"{name}_{side}")[expert].float() for side in "ab")
+        return Adapter(a, b, getattr(held, f"{name}_scaling"))
+
+    def down(self, adapter: Adapter, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of low rank."""
+        return self.rounded(rows @ adapter.a.T * adapter.scaling)
+
+    def routing_weights(self, inputs: ExpertInputs, rows: Rows) -> torch.Tensor:
+        """[rows, 1], which scale the gradients."""
+        return inputs.topk_weights[rows].unsqueeze(1)
+
+    def act(self, pre: torch.Tensor, grad: torch.Tensor) -> Rows:
+        """The intermediate, and the gradient of what it is computed from."""
+        activation = self.problem.activation
+        return activation(pre), self.rounded(activation_gradient(activation, pre, grad))
+
+    def routing_gradient(self, grad_act: torch.Tensor, act: torch.Tensor) -> torch.Tensor:
+        """[rows]."""
+        return (grad_act * act).sum(1)
+
+    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rounds to the problem's dtype."""
+        return tensor.to(self.problem.torch_dtype).float()
 
 
 def reference_of(problem: MoEProblem, num_tokens: int, routing: str, seed: int = 0) -> tuple[Any, ...]:
@@ -218,25 +375,21 @@ def test_a_clamp_allows_for_twice_as_much_beside_an_adapter(monkeypatch: pytest.
     assert (wide.moved["w13"] > truth.moved["w13"]).any()
 
 
+def run_of(problem: MoEProblem, grad_out: torch.Tensor) -> Callable[..., dict[str, torch.Tensor]]:
+    """A backward pass of the reference, to plant faults in."""
+    return lambda weights, inputs, adapters: (
+        reference_gradients(problem, weights, *inputs.call, grad_out, adapters=adapters).tensors
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
-    for sizes, routing in ((SMALL, "one_expert"), ({**SMALL, "hidden_size": 130, "num_experts": 8}, "one_expert")):
+    for sizes in (SMALL, {**SMALL, "hidden_size": 130, "num_experts": 8}):
         problem = MoEProblem(**sizes, dtype=dtype, has_bias=True, **ADAPTED)
-        weights, inputs, grad_out, truth = reference_of(problem, 17, routing)
-
-        def run(
-            weights: ExpertWeights,
-            inputs: Inputs,
-            adapters: ExpertAdapters | None,
-            problem: MoEProblem = problem,
-            grad_out: torch.Tensor = grad_out,
-        ) -> dict[str, torch.Tensor]:
-            return reference_gradients(problem, weights, *inputs.call, grad_out, adapters=adapters).tensors
-
-        adapters = make_adapters(problem, CPU)
-        planted = dict(
-            plant_gradient_faults(BackwardPass(run, weights, inputs, adapters, truth.local_ids, truth.tensors))
-        )
+        weights, inputs, grad_out, truth = reference_of(problem, 17, "one_expert")
+        run = run_of(problem, grad_out)
+        backward = BackwardPass(run, weights, inputs, make_adapters(problem, CPU), truth.local_ids, truth.tensors)
+        planted = dict(plant_gradient_faults(backward))
         assert len(planted) == 11
         for fault, wrong in planted.items():
             assert any(not each.error <= 10 * each.bound for each in truth.compare(wrong)), fault
@@ -245,8 +398,7 @@ def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
 def test_a_fault_that_a_layer_cannot_have_is_not_planted() -> None:
     problem = MoEProblem(num_experts=1, hidden_size=16, intermediate_size=16, top_k=1, activation="relu2")
     weights, inputs, grad_out, truth = reference_of(problem, 3, "uniform")
-    run = lambda weights, inputs, _: reference_gradients(problem, weights, *inputs.call, grad_out).tensors  # noqa: E731
-    backward = BackwardPass(run, weights, inputs, None, truth.local_ids, truth.tensors)
+    backward = BackwardPass(run_of(problem, grad_out), weights, inputs, None, truth.local_ids, truth.tensors)
     assert {name for name, _ in plant_gradient_faults(backward)} == {
         "gradient of routing weights dropped",
         "gradients not scaled by routing weights",
@@ -280,6 +432,11 @@ def adding_where(adds: Callable[[str, bool], bool]) -> type[TrainingExperts]:
     return AddingExperts
 
 
+def overriding(**members: Any) -> type[TrainingExperts]:
+    """A class with other methods."""
+    return type("BrokenExperts", (TrainingExperts,), members)
+
+
 SwappedExperts = writing_other(
     lambda name, found: torch.cat(found.chunk(2, 1)[::-1], 1) if name in ("w13", "w13_bias", "w13_b") else found
 )
@@ -288,11 +445,24 @@ DroppedRoutingExperts = writing_other(lambda name, found: found * (name != "topk
 OverwritingExperts = adding_where(lambda name, accumulates: False)
 AddingExperts = adding_where(lambda name, accumulates: accumulates or name == "hidden_states")
 OverwritingAdaptersExperts = adding_where(lambda name, accumulates: accumulates and name != "w2_a")
-
-
-class UnscaledExperts(TrainingExperts):
-    def routing_weights(self, inputs: ExpertInputs, rows: Rows) -> torch.Tensor:
-        return torch.ones(len(rows[0]), 1)
+UnscaledExperts = overriding(routing_weights=lambda self, inputs, rows: torch.ones(len(rows[0]), 1))
+CopyingExperts = overriding(
+    permute_weights=lambda self, weights, problem: PermutedWeights(
+        "canonical", {name: tensor.clone() for name, tensor in weights.tensors().items()}
+    )
+)
+TF32Experts = overriding(rounded=lambda self, tensor: tensor.half().float())  # Of fp32 operands 11 bits stay.
+IgnoringExperts = overriding(
+    adapters=lambda self, inputs: (
+        inputs.adapters
+        and inputs.adapters.with_tensors({name: tensor * 0 for name, tensor in inputs.adapters.tensors().items()})
+    )
+)
+UnscaledAdaptersExperts = overriding(
+    adapters=lambda self, inputs: (
+        inputs.adapters and dataclasses.replace(inputs.adapters, w13_scaling=1.0, w2_scaling=1.0)
+    )
+)
 
 
 class TailExperts(TrainingExperts):
@@ -331,11 +501,6 @@ class StaleExperts(TrainingExperts):
         super().backward(weights=PermutedWeights("canonical", self.kept), **others)
 
 
-class CopyingExperts(TrainingExperts):
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        return PermutedWeights("canonical", {name: tensor.clone() for name, tensor in weights.tensors().items()})
-
-
 class AllExperts(TrainingExperts):
     """Computes w13's gradient only beside w2's."""
 
@@ -349,13 +514,10 @@ class AllExperts(TrainingExperts):
         super().write(name, None if name == "w13" and self.w2 is None else out, found, *others)
 
 
-class MaskingExperts(TrainingExperts):
+def masking(grads: Any, grad_out: torch.Tensor, **_: Any) -> None:
     """Multiplies all tokens' rows with a mask, which NaN passes."""
-
-    def backward(self, *, grads: Any, grad_out: torch.Tensor, **others: Any) -> None:
-        super().backward(grads=grads, grad_out=grad_out, **others)
-        if grads.w2_bias is not None:
-            grads.w2_bias.add_((grad_out * 0).sum(0))
+    if grads.w2_bias is not None:
+        grads.w2_bias.add_((grad_out * 0).sum(0))
 
 
 class UnmaskedSlopeExperts(TrainingExperts):
@@ -369,26 +531,12 @@ class UnmaskedSlopeExperts(TrainingExperts):
         return super().act(pre, grad)[0], slope
 
 
-class TF32Experts(TrainingExperts):
-    """Rounds fp32 operands to 11 bits."""
-
-    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.half().float()
-
-
 class VaryingExperts(TrainingExperts):
     num_calls = 0
 
     def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
         self.num_calls += name == "w2"
         super().write(name, out, found * (1 + 0.004 * (self.num_calls % 2)) if name == "w2" else found, *others)
-
-
-class ScratchExperts(TrainingExperts):
-    def backward(self, *, grads: Any, workspace2: torch.Tensor, **others: Any) -> None:
-        super().backward(grads=grads, workspace2=workspace2, **others)
-        if grads.topk_weights is not None:
-            grads.topk_weights.add_(workspace2.flatten()[0] * 0)
 
 
 class ScratchBitsExperts(TrainingExperts):
@@ -400,21 +548,15 @@ class ScratchBitsExperts(TrainingExperts):
             grads.w2.mul_(1 + 2**-7)
 
 
+def adding_scratch(grads: Any, workspace2: torch.Tensor, **_: Any) -> None:
+    if grads.topk_weights is not None:
+        grads.topk_weights.add_(workspace2.flatten()[0] * 0)
+
+
 class WrongForwardExperts(TrainingExperts):
     def forward(self, *, out: torch.Tensor, **others: Any) -> None:
         super().forward(out=out, **others)
         out *= 1.1
-
-
-class IgnoringExperts(TrainingExperts):
-    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
-        held = inputs.adapters
-        return held and held.with_tensors({name: tensor * 0 for name, tensor in held.tensors().items()})
-
-
-class UnscaledAdaptersExperts(TrainingExperts):
-    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
-        return inputs.adapters and dataclasses.replace(inputs.adapters, w13_scaling=1.0, w2_scaling=1.0)
 
 
 class MisorderedAdaptersExperts(TrainingExperts):
@@ -453,15 +595,20 @@ class BaseForwardExperts(TrainingExperts):
         self.compute(out, inputs, weights)
 
 
-def writing(reach: Callable[..., torch.Tensor]) -> type[TrainingExperts]:
-    """A class that writes to a tensor of its backward pass."""
+def then(spoil: Callable[..., object]) -> type[TrainingExperts]:
+    """A class that does this at the end of its backward pass, with its tensors."""
 
-    class WritingExperts(TrainingExperts):
+    class SpoilingExperts(TrainingExperts):
         def backward(self, **given: Any) -> None:
             super().backward(**given)
-            reach(**given).fill_(1)
+            spoil(**given)
 
-    return WritingExperts
+    return SpoilingExperts
+
+
+def writing(reach: Callable[..., torch.Tensor]) -> type[TrainingExperts]:
+    """A class that writes to a tensor of its backward pass."""
+    return then(lambda **given: reach(**given).fill_(1))
 
 
 def behind(tensor: torch.Tensor) -> torch.Tensor:
@@ -498,9 +645,9 @@ BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExpe
     ("parts", check_first, AllExperts, "asked for w13 alone: gradient of w13 of expert 0"),
     ("overwrites", check_first, OverwritingExperts, "half of what is added to an equal gradient: gradient of w"),
     ("adds", check_first, AddingExperts, "gradient of hidden_states: error nan"),
-    ("neighbors", check_first, MaskingExperts, "token 5 is NaN, and another token or expert is wrong"),
+    ("neighbors", check_first, then(masking), "token 5 is NaN, and another token or expert is wrong"),
     ("varies", check_first, VaryingExperts, "equal inputs gave other bits in gradients of w2"),
-    ("scratch", check_first, ScratchExperts, "gradient of topk_weights: error nan"),
+    ("scratch", check_first, then(adding_scratch), "gradient of topk_weights: error nan"),
     ("scratch bits", check_first, ScratchBitsExperts, "equal inputs gave other bits in gradients of w2"),
     ("forward", check_first, WrongForwardExperts, "the forward pass of training: error"),
     ("behind", check_first, writing(lambda grads, **_: behind(grads.w2)), "bytes behind gradient of w2 was written to"),
@@ -544,22 +691,20 @@ def test_an_honest_class_keeps_every_promise() -> None:
         check_of(kind, TrainingExperts)
 
 
-@pytest.mark.parametrize("share", [9, 30])
-def test_each_fault_must_be_seen_well_above_the_bounds(share: float) -> None:
-    def planted(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        yield "slightly larger", {name: tensor * (1 + share * 9.5e-3) for name, tensor in backward.right.items()}
-
-    told = pytest.raises(AssertionError, match="slightly larger, planted by this check: no gradient has an error")
-    with (
-        mock.patch.object(gradients, "plant_gradient_faults", planted),
-        told if share < 10 else contextlib.nullcontext(),
-    ):
-        check_of("gradient_faults", TrainingExperts)
+def test_each_fault_must_be_seen_well_above_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in (30, 9):
+        planted = lambda backward, share=share: [  # noqa: E731
+            ("slightly larger", {name: tensor * (1 + share * 9.5e-3) for name, tensor in backward.right.items()})
+        ]
+        monkeypatch.setattr(gradients, "plant_gradient_faults", planted)
+        text = "slightly larger, planted by this check: no gradient has an error"
+        with pytest.raises(AssertionError, match=text) if share < 10 else contextlib.nullcontext():
+            check_of("gradient_faults", TrainingExperts)
 
 
 def test_only_classes_that_compute_gradients_are_asked_for_them() -> None:
     for experts, is_asked in ((FakeExperts, False), (TrainingExperts, True)):
-        kinds = {kind for kind, _ in listing._promises(cell_of(experts), False, False)}
+        kinds = {kind for kind, _ in suite._promises(cell_of(experts), False, False)}
         asked = {"gradients", "gradient_faults", "training"}
         assert kinds & asked == (asked if is_asked else set())
     assert not gradient_cases(cell_of(FakeExperts))

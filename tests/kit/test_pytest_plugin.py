@@ -11,8 +11,7 @@ import pytest
 
 from moereg.errors import UnknownBackendError
 from moereg.testing import suite
-from moereg.testing.check import CellName, Check
-from moereg.testing.outcomes import Outcome
+from moereg.testing.check import CellName, Check, Outcome
 
 CELL = CellName("mine", "MineExperts", ("unquantized",), ("cpu",))
 CHECKS = tuple(Check.make(CELL, kind) for kind in ("deciding", "permute", "workspaces", "reload", "compile"))

@@ -26,11 +26,9 @@ from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules
-from moereg.testing.check import KINDS, CellName, Check
+from moereg.testing.check import KINDS, NO_TIME, STATUSES, CellName, Check, Outcome, Report, Result
 from moereg.testing.checks import watched_imports
-from moereg.testing.listing import Suite, _interleaved, list_suite
-from moereg.testing.outcomes import NO_TIME, STATUSES, Outcome, Report, Result
-from moereg.testing.suite import checks_of, run_check, run_here, verify
+from moereg.testing.suite import Suite, _interleaved, checks_of, list_suite, run_check, run_here, verify
 from moereg.testing.worker import SHARED_WORKER, Answer, Worker, _place
 from tests.support.fakes import FakeExperts
 
@@ -250,7 +248,7 @@ ONE, OTHER = (CellName("fake", f"{name}Experts", ("unquantized",), ("cpu",)) for
 
 def faked(monkeypatch: pytest.MonkeyPatch, run: Callable[[Check], Outcome], **options: Any) -> Report:
     listed = tuple(Check.make(cell, kind) for kind in ("permute", "workspaces", "reload") for cell in (ONE, OTHER))
-    suite = Suite("cpu", "A CPU", {}, listed, {}, frozenset())
+    suite = Suite(listed, Report("fake", "cpu", "A CPU", {}, 0, (), {}))
     monkeypatch.setattr("moereg.testing.suite.Worker", lambda **_: FakeWorker(suite, run))
     return verify("fake", **options)
 
@@ -266,13 +264,6 @@ def test_a_predicate_that_ends_the_process_of_a_drawn_layer_is_a_failure(monkeyp
     assert report.to_dict()["passed"] is False
 
 
-def test_a_check_that_any_of_several_texts_names_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["permute/One", "reload", "absent"])
-    assert [(result.check.kind, result.check.cell) for result in report.results] == [
-        ("permute", ONE), ("reload", ONE), ("reload", OTHER),
-    ]  # fmt: skip
-
-
 def test_a_machine_without_hypothesis_leaves_drawn_layers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report = faked(monkeypatch, lambda check: Outcome("passed"))
@@ -282,11 +273,11 @@ def test_a_machine_without_hypothesis_leaves_drawn_layers_out(monkeypatch: pytes
     assert "pip install 'moereg[verify]'" in skipped[0].outcome.message
 
 
-def test_drawn_layers_of_another_seed_can_be_named_and_what_is_no_layer_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["drawn/OneExperts/cpu/unquantized/seed5"])
-    assert [result.check.id for result in report.results] == ["drawn/OneExperts/cpu/unquantized/seed5"]
+def test_checks_that_a_text_names_run_and_what_is_no_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{kind}Experts/cpu/unquantized" for kind in ("permute/One", "reload/One", "reload/Other", "drawn/One")]
+    names[3] += "/seed5"  # Not the run's own.
+    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["permute/One", "reload", "absent", names[3]])
+    assert [result.check.id for result in report.results] == names
     for text in ('{"backend": "torch', "{}", '{"problem": 1}'):
         with pytest.raises(ArgumentError, match="must be"):
             faked(monkeypatch, lambda check: Outcome("passed"), only=[text])
@@ -394,17 +385,15 @@ def test_a_cell_is_verified_by_its_own_checks_alone() -> None:
     assert (crashed.passed, len(crashed.failures), crashed.verified_cells) == (False, 1, {})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the lie would be true")
-def test_a_lie_of_a_platform_plugin_is_no_fault_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    liar = Platform("cuda", "sm90", probed=True)
-    monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: liar)
-    with pytest.raises(UnknownPlatformError, match="layers of platform cuda:sm90"):
-        list_suite("good")
-
-
-def test_a_machine_without_its_device_is_no_fault_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: Platform("npu", "910b", probed=True))
-    with pytest.raises(UnknownPlatformError, match="layers of platform npu:910b live on torch's device type 'npu'"):
+@pytest.mark.parametrize(("kind", "arch"), [("npu", "910b"), ("cuda", "sm90")])
+def test_a_machine_without_its_device_is_no_fault_of_a_backend(
+    kind: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its platform plugin may lie."""
+    if kind == "cuda" and torch.cuda.is_available():
+        pytest.skip("the lie would be true")
+    monkeypatch.setattr("moereg.testing.cases.current_platform", lambda: Platform(kind, arch, probed=True))
+    with pytest.raises(UnknownPlatformError, match=f"layers of platform {kind}:{arch} live on torch's device type"):
         list_suite("good")
 
 

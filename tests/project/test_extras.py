@@ -1,13 +1,16 @@
-"""Versions of other people's packages: the extras, the cells that need them and the pins say the same."""
+"""Versions: extras, cells and pins say the same of other people's packages, and the changelog has ours."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+import moereg
 from moereg.registry import BUILTIN
 from moereg.selection.loader import load_backends
 from tests.ranges import Row, rows_of
@@ -26,6 +29,7 @@ PINS = [
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if (text := line.partition("#")[0].strip())
 ]
+SECTIONS = re.findall(r"^## \[([^\]]+)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 # A release of triton that one cell needs is narrower than the extra.
 NEEDS = sorted(
     {
@@ -59,3 +63,17 @@ def test_tests_run_at_the_ends_of_the_ranges() -> None:
     assert rows[0] == Row("3.10", "lowest", ("torch==2.11.*", "triton==3.6.*"))
     assert [row.python for row in rows[1:]] == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert all(row.requirements == ("torch>=2.11", "triton>=3.6") for row in rows[1:])
+
+
+def test_the_newest_section_of_the_changelog_is_this_version_or_what_comes_after_it() -> None:
+    names = [name for name, _ in SECTIONS]
+    assert names[0] in (moereg.__version__, "Unreleased")
+    assert moereg.__version__ in names
+
+
+def test_released_versions_have_a_date_and_fall() -> None:
+    versions = [(Version(name), rest) for name, rest in SECTIONS if name != "Unreleased"]
+    # The newest one may be on its way.
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", rest) for _, rest in versions[1:])
+    assert re.fullmatch(r" - (\d{4}-\d\d-\d\d|unreleased)", versions[0][1])
+    assert versions == sorted(set(versions), reverse=True)

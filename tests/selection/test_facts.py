@@ -18,8 +18,8 @@ from moereg.spec.activations import Activation
 from moereg.spec.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_reasons, narrow_facts
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.spec.reasons import REASON_CODES, Reason
+from moereg.testing.cases import claimed_problems, rejected_problems
 from moereg.testing.drawing import Limits, draw_layer
-from moereg.testing.problems import claimed_problems, rejected_problems
 from tests.support.fakes import FakeExperts
 
 EVERYTHING = dataclasses.replace(FakeExperts.facts, gradients=frozenset(GRADIENTS))

@@ -12,6 +12,7 @@ from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 
 EVERYTHING = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
@@ -62,13 +63,12 @@ class FakeExperts(Experts):
 
     def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         """`apply` without scratch, which the classes below change."""
-        canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert})
-        # reference_experts reads contiguous ids; a map is handed on as it is.
-        out.copy_(
-            reference_experts(
-                self.problem, canonical, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
-            )
-        )
+        out.copy_(self.result(inputs, weights, self.computes))
+
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        canonical = ExpertWeights(**dict(weights.per_expert), quant=self.problem.quant)  # type: ignore[arg-type]
+        call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
+        return reference_experts(self.problem, canonical, *call, computes=computes)
 
 
 class PerRouteExperts(FakeExperts):
