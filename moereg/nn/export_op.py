@@ -105,7 +105,7 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
         _IN_PLACE[layer] = kernel
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
-    kernel.held.copied = None
+    kernel.held.leave_to_owner()
     _LAYERS[key] = kernel, seen
     for tensor in held.values():
         weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(kernel)).atexit = False

@@ -422,7 +422,7 @@ class MoELayer(CanonicalModule):
         if held and reading_in_place(selection).winner is selection.winner:
             check_in_place(held)
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
-        kernel.held.copied = None  # Later calls of `prepare` reload it.
+        kernel.held.leave_to_owner()  # Later calls of `prepare` reload it.
         if not self.keep_canonical:
             with keeping_moves():
                 kernel.weights.to_canonical(0)  # Raises if nothing could be read back.

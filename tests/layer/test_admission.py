@@ -103,6 +103,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "data" / "quarantine.json"))
     monkeypatch.setattr(admission, "_HERE", {})
     monkeypatch.setattr(admission, "_SERVES", set())
+    monkeypatch.setattr(admission, "_quarantined_at", 0.0)
     admission._warn_once.cache_clear()
     return path
 
@@ -318,6 +319,13 @@ def test_what_passed_is_recorded_once(register: Register, checks: list[str], fil
     admission._SERVES.clear()  # As in another process.
     make_kernel(PROBLEM, WEIGHTS)
     assert checks == ["good"] * 2
+
+
+def test_what_another_process_quarantines_serves_no_more(register: Register) -> None:
+    register("good", FakeExperts)
+    selection = make_kernel(PROBLEM, WEIGHTS).selection
+    QUARANTINE.change([admission._Subject.of(selection).failed("it was wrong there")])
+    assert make_kernel(PROBLEM, WEIGHTS, selection).selection.backend == "torch"
 
 
 @pytest.mark.parametrize("change", ["version", "code"])

@@ -232,7 +232,7 @@ def test_a_bare_kernel_with_copies_of_what_is_trained_is_one_warning() -> None:
     del kernel
 
 
-def test_a_kernel_that_shares_what_is_trained_or_has_an_owner_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_shares_what_is_trained_or_has_an_owner_warns_only_of_what_it_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = new_layer()
     error_of(layer)
     assert not stepped(layer.weights)
@@ -241,7 +241,11 @@ def test_a_kernel_that_shares_what_is_trained_or_has_an_owner_warns_of_nothing(m
     )
     weights = make_weights(PROBLEM, CPU)
     kernel = make_kernel(PROBLEM, weights)
+    others = make_weights(PROBLEM, CPU, 1)
     assert not stepped(weights)
+    kernel.reload(others, write_shared=True)  # Into `weights`; of the others it has a copy from now on.
+    assert not stepped(weights)
+    assert len(stepped(others)) == 1
     inputs = make_inputs(PROBLEM, 5, "uniform", CPU)
     call = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
     assert relative_error(kernel(*call), reference_experts(PROBLEM, weights, *call, None)) < 1e-5

@@ -206,7 +206,7 @@ class ServedExperts:
                 except ArgumentError as error:
                     raise CopiesError(str(error)) from error
             kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
-        kernel.held.copied = None  # `follow_parameters` reloads it.
+        kernel.held.leave_to_owner()  # `follow_parameters` reloads it.
         # If the first choice fails its first check, the next one may have a layout of its own.
         if can_be_read and kernel.held.reads_in_place:
             kernel.held.read_from(functools.partial(_read_by, self._module, self.live.parameters))
