@@ -56,6 +56,9 @@ def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moereg")
     assert close(logits_of(loaded), expected)
     assert serving.served(loaded.model.layers[1].mlp.experts).kernels
+    prepare(loaded, free=True, progress=False)
+    loaded.save_pretrained(tmp_path / "freed")
+    assert torch.equal(eager(AutoModelForCausalLM.from_pretrained(tmp_path / "freed")), expected)
 
 
 def test_a_name_of_transformers_is_not_taken() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -476,6 +477,22 @@ def test_autocast_changes_no_number() -> None:
     assert all(torch.equal(gradient.to(wanted[name].dtype), wanted[name]) for name, gradient in gradients.items())
     with pytest.raises(ValueError, match="hidden_states must be bfloat16, got float32"):
         widened.run(layer)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    problem = trained_problem(**ADAPTED)
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
+    call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        call.run(torch.nn.parallel.DistributedDataParallel(layer))
+    finally:
+        torch.distributed.destroy_process_group()
+    found = call.gradients()
+    call.run(layer)
+    assert all(torch.equal(found[name], gradient) for name, gradient in call.gradients().items())
+    assert found.keys() == call.tensors.keys()
 
 
 def test_a_backward_pass_by_the_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
