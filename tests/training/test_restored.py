@@ -23,7 +23,6 @@ from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.routing import RouterSpec
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import Inputs, make_adapters, make_expert_map, make_grad_out, make_inputs, make_weights
@@ -345,21 +344,3 @@ def test_a_first_check_compares_with_the_reference() -> None:
     assert 0 < found.error < found.bound
     wrong = Frozen.drawn(layer.problem, seed=1)
     assert "its first check was off by" in admission._compared(layer.kernel, wrong.weights).failure
-
-
-def test_a_layer_with_a_router_trains() -> None:
-    router = RouterSpec(kind="softmax_topk", num_experts=6, top_k=2, renormalize=True)
-    problem = frozen_problem("fp8_channel_token", dtype="float32")
-    layer = moereg.MoELayer(problem, make_weights(problem, CPU), router=router)
-    torch.nn.init.normal_(layer.get_parameter("router_weight"))
-    assert [name for name, value in layer.named_parameters() if value.requires_grad] == ["router_weight"]
-    inputs, target = torch.randn(2, 40, problem.hidden_size, generator=torch.Generator().manual_seed(2)).unbind()
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-2)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (layer(inputs) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
