@@ -22,21 +22,11 @@ from moereg.integrations._experts.serving import served
 from moereg.integrations.transformers import prepare, refresh
 from moereg.weights.adapters import ExpertAdapters
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
-from tests.support.live_models import PROMPT, close, kernel_steps, logits_of
+from tests.support.live_models import PROMPT, close, logits_of
 from tests.support.tiny_models import needs, tiny_model
 
 BOTH = ("gate_up_proj", "down_proj")
 OF_FACTORS = "w13_a w13_b w2_a w2_b"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_was_said() -> None:
-    own.say_once.cache_clear()
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return kernel_steps(monkeypatch)
 
 
 class Proxy(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import warnings
@@ -206,12 +207,10 @@ def test_wrong_gradients_are_quarantined_for_training_alone(
     monkeypatch.setattr(admission, "_MOST_TRAINED", 2)  # So that some experts get no token.
     spoil, failure = GRADIENT_FAULTS[fault]
 
-    def apply_backward(
-        self: Any, grads: Any, grad_out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
-    ) -> None:
-        base: Any = super(kind, self)
-        base.apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
-        spoil(grads)
+    @functools.wraps(TorchTrainingExperts.apply_backward)
+    def apply_backward(self: Any, *_: Any, **given: Any) -> None:
+        super(kind, self).apply_backward(**given)
+        spoil(given["grads"])
 
     kind = type("BadExperts", (TorchTrainingExperts,), {"apply_backward": apply_backward})
     register("bad", kind)

@@ -15,7 +15,7 @@ from moereg.errors import ArgumentError, GradientError, UnknownNameError
 from moereg.routing import RouterSpec
 from moereg.spec.problem import GRADIENTS
 from moereg.weights.adapters import ADAPTER_TENSORS, adapter_shapes
-from tests.training.layers import ADAPTED, Call, drawn_call, error, expected, trained_problem
+from tests.training.layers import ADAPTED, Call, drawn_call, drawn_kernel, error, expected, trained_problem
 from tests.training.test_gradients import BOUNDS, compare
 
 PROBLEM = trained_problem(**ADAPTED)
@@ -247,9 +247,7 @@ def test_adapters_may_be_wide_and_turned_over_a_narrow_base(made: str, compiles:
 
 
 def test_a_call_may_write_into_an_output() -> None:
-    problem = trained_problem(gradients={"adapters"}, adapter_rank=4)
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel(gradients={"adapters"}, adapter_rank=4)
     out = torch.full_like(call.grad_out, torch.nan)
     with torch.no_grad():
         assert kernel(*routed(call), out=out, adapters=call.adapters) is out
@@ -259,9 +257,7 @@ def test_a_call_may_write_into_an_output() -> None:
 
 
 def test_what_is_not_named_raises_beside_adapters() -> None:
-    problem = trained_problem(gradients={"adapters"}, adapter_rank=4)
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    problem, call, kernel = drawn_kernel(gradients={"adapters"}, adapter_rank=4)
     with pytest.raises(GradientError, match="for another tensor"):
         call.run(kernel)
     layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 import moereg
 from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.errors import ArgumentError, UnsupportedProblemError
-from moereg.experts import ExpertInputs, Gradients
 from moereg.layer import admission
 from moereg.layer.restored import RestoredExperts
 from moereg.numerics.gradients import ReferenceGradients, reference_gradients
@@ -27,7 +26,6 @@ from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import Inputs, make_adapters, make_expert_map, make_grad_out, make_inputs, make_weights
 from moereg.weights.adapters import ExpertAdapters
-from moereg.weights.permuted import PermutedWeights
 from moereg.weights.unpermute import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -239,41 +237,20 @@ class AskedExperts(TorchTrainingExperts):
     def backward_workspace_shapes(self, problem: moereg.MoEProblem, num_tokens: int) -> Any:
         return (num_tokens, 7), super().backward_workspace_shapes(problem, num_tokens)[1]
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        self.spoil(workspace13, (3, len(out)))
-        super().apply(out, inputs, weights, workspace13, workspace2)
+    @functools.wraps(TorchTrainingExperts.apply)
+    def apply(self, *_: Any, **given: Any) -> None:
+        self.spoil(given["workspace13"], (3, len(given["out"])))
+        super().apply(**given)
 
-    def apply_saving(
-        self,
-        out: torch.Tensor,
-        saved: Mapping[str, torch.Tensor],
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        self.spoil(workspace13, (3, len(out)))
-        super().apply_saving(out, saved, inputs, weights, workspace13, workspace2)
+    @functools.wraps(TorchTrainingExperts.apply_saving)
+    def apply_saving(self, *_: Any, **given: Any) -> None:
+        self.spoil(given["workspace13"], (3, len(given["out"])))
+        super().apply_saving(**given)
 
-    def apply_backward(
-        self,
-        grads: Gradients,
-        grad_out: torch.Tensor,
-        saved: Mapping[str, torch.Tensor],
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        self.spoil(workspace13, (len(grad_out), 7))
-        super().apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
+    @functools.wraps(TorchTrainingExperts.apply_backward)
+    def apply_backward(self, *_: Any, **given: Any) -> None:
+        self.spoil(given["workspace13"], (len(given["grad_out"]), 7))
+        super().apply_backward(**given)
 
     @staticmethod
     def spoil(workspace: torch.Tensor, shape: tuple[int, ...]) -> None:
