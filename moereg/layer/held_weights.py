@@ -148,8 +148,7 @@ class HeldWeights:
     def read_from(self, source: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Lets each call read its owner's tensors, and keeps none: nothing can be stale, and nothing is held.
 
-        Args:
-            source: Returns canonical tensors by name, which it has checked; must not hold them itself.
+        `source` returns canonical tensors by name, which it has checked, and must not hold them itself.
         """
         if not self._is_canonical:
             backend_calls.raise_copied(self._ranges[-1].selection)

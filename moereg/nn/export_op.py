@@ -45,12 +45,10 @@ def run_exported(
     problem: MoEProblem,
     **keywords: Any,
 ) -> None:
-    """Runs a layer while its caller is exported: one opaque op that writes `out`.
+    """Runs a layer while its caller is exported: one opaque op that writes `out`; arguments as in `MoEKernel`.
 
-    Args:
-        hidden_states, topk_weights, topk_ids, out, problem: As in `MoEKernel`.
-        tensors: Canonical weights by field, and `expert_map` if placement is `map`.
-        **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
+    `tensors` are canonical weights by field, with `expert_map` if placement is `map`; keywords are `ep_rank` and those
+    of a request, whose collections that JSON lacks, such as sets, become lists.
     """
     said = problem.to_dict()
     said.pop("gradients", None)  # A program infers.

@@ -43,14 +43,6 @@ def test_other_weights_are_loaded_as_ever() -> None:
     assert model.model.layers[0].mlp.experts.down_proj is None
 
 
-def test_another_implementation_gets_the_weights_back(model: Any) -> None:
-    expected = eager(model)
-    prepare(model, free=True, progress=False)
-    assert model.model.layers[0].mlp.experts.down_proj is None
-    assert torch.equal(eager(model), expected)
-    assert model.model.layers[0].mlp.experts.down_proj.requires_grad
-
-
 @pytest.mark.parametrize("kind", ["between layers", "by name", "by memory"])
 def test_tied_experts_stay_tied(kind: str, model: Any) -> None:
     first, second = (layer.mlp.experts for layer in model.model.layers)

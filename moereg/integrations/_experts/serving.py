@@ -312,13 +312,9 @@ class ServedExperts:
         topk_weights: torch.Tensor,
         tensors: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Runs the module.
+        """Runs the module on [..., H] and [T,K] of any float dtype; ids outside of its experts add nothing.
 
-        Args:
-            hidden_states: [..., H] in any float dtype; computed in the weights'.
-            topk_ids: [T,K] int32 or int64; ids outside the module's experts add nothing.
-            topk_weights: [T,K] in any float dtype.
-            tensors: Parameters of this call in compiled code, which a kernel that reads in place takes.
+        In compiled code, `tensors` are the parameters of this call, which a kernel that reads in place takes.
         """
         self.follow_parameters()
         live = self.live
