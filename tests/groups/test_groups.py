@@ -183,14 +183,6 @@ def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_triton_takes_codes_as_they_travelled() -> None:
-    pytest.importorskip("triton")
-    for result in results_of(2, "codes_reach_triton", module="tests.groups.triton_cases"):
-        found = value_of(result, "codes_reach_triton")
-        assert found == {"equal": [True, True], "error": pytest.approx(0, abs=6e-3)}
-
-
-@pytest.mark.slow
 def test_triton_moves_tokens_as_torch_does_in_so_many_launches() -> None:
     pytest.importorskip("triton")
     for result in results_of(2, "ways_in_triton", module="tests.groups.triton_cases"):
