@@ -213,7 +213,9 @@ class HeldWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldWeights:
         if self._source is None:
             # If the caller's tensors are copied along, shared memory stays shared between the copies.
-            return HeldWeights(self._problem, self._ranges, copy.deepcopy(self.permuted, memo), self.borrowed)
+            made = HeldWeights(self._problem, self._ranges, copy.deepcopy(self.permuted, memo), self.borrowed)
+            made.is_followed = self.is_followed
+            return made
         # Parameters are copied into memory of their own, which calls without gradients read too.
         tensors = copy.deepcopy(dict(self._source()), memo)
         permuted = dataclasses.replace(self.permuted, per_expert={name: one.detach() for name, one in tensors.items()})

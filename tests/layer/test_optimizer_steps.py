@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -215,12 +216,14 @@ def test_a_kernel_without_an_owner_warns_of_what_it_copied_alone(monkeypatch: py
     layer = new_layer()
     error_of(layer)
     assert not stepped(layer.weights)
+    copied, others = copy.deepcopy(layer.prepare()), make_weights(PROBLEM, CPU, 1)
+    copied.reload(others, write_shared=True)  # As the copy of a model with freed experts does.
+    assert not stepped(others)
     monkeypatch.setattr(
         Host, "permute_weights", lambda self, weights: PermutedWeights(CANONICAL, dict(weights.tensors()))
     )
     weights = make_weights(PROBLEM, CPU)
     kernel = make_kernel(PROBLEM, weights)
-    others = make_weights(PROBLEM, CPU, 1)
     assert not stepped(weights)
     kernel.reload(others, write_shared=True)  # Into `weights`; of the others it has a copy from now on.
     assert not stepped(weights)
