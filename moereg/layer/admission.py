@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -83,7 +84,10 @@ _HERE: Final[dict[_Key, str]] = {}
 """Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
 
 _SERVES: Final[set[_Subject]] = set()
-"""Subjects that this process found admitted, and does not look up again for each layer."""
+"""Subjects that this process found admitted since the quarantine last changed, and does not look up for each layer."""
+
+_quarantined_at = 0.0
+"""When the quarantine last changed, as far as this process has seen."""
 
 
 class Found(NamedTuple):
@@ -130,6 +134,12 @@ class _Subject(NamedTuple):
 
     def known(self) -> str | None:
         """Why it must not serve here; empty if it may, None if it has to be checked first."""
+        global _quarantined_at
+        path = QUARANTINE.path()
+        last = os.path.getmtime(path) if path is not None and os.path.exists(path) else 0.0
+        if last != _quarantined_at:
+            _quarantined_at = last
+            _SERVES.clear()
         if self in _SERVES:
             return ""
         held = QUARANTINE.read().record(*self)

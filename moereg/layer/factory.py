@@ -31,7 +31,6 @@ from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
-from moereg.weights.versions import CopiedFrom
 
 __all__ = ["MoEKernel", "make_kernel", "make_unchecked_kernel"]
 
@@ -232,8 +231,7 @@ def _build(
         if "weights" in problem.gradients:
             trained = weights.tensors()
             held.read_from(lambda: trained)
-        elif copied := permuted.copied_from(weights):
-            held.copied = CopiedFrom(repr(kernel), copied)
+        held.watch(repr(kernel), weights)
         return kernel
 
     return outside_pools(made, weights.w13.device)

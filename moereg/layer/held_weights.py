@@ -72,12 +72,13 @@ class HeldWeights:
         permuted: Those of its own; without memory while calls read their owner's.
         borrowed: Names of permuted tensors that share the caller's memory, which only the caller writes unless a method
             is told `write_shared=True`.
-        copied: Warns if an optimizer trains weights of which this is a copy; None if there are none, or their
-            owner reloads them.
+        copied: Warns if an optimizer trains weights of which this is a copy; None if there are none.
+        is_followed: Whether their owner reloads them, so that nothing warns.
         in_turn: Keeps calls and writes apart.
     """
 
     copied: CopiedFrom | None = None
+    is_followed: bool = False
 
     def __init__(
         self,
@@ -147,8 +148,7 @@ class HeldWeights:
     def read_from(self, source: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Lets each call read its owner's tensors, and keeps none: nothing can be stale, and nothing is held.
 
-        Args:
-            source: Returns canonical tensors by name, which it has checked; must not hold them itself.
+        `source` returns canonical tensors by name, which it has checked, and must not hold them itself.
         """
         if not self._is_canonical:
             backend_calls.raise_copied(self._ranges[-1].selection)
@@ -157,7 +157,19 @@ class HeldWeights:
             self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in held.items()}
             empty = {name: torch.empty_like(one, device="meta") for name, one in held.items()}
             self.permuted = PermutedWeights(CANONICAL, empty, reader=self.permuted.reader)
-        self._source, self.copied = source, None
+        self._source = source
+
+    def watch(self, name: str, weights: ExpertWeights) -> None:
+        """Warns, in the name of a kernel, if an optimizer trains weights that were just copied."""
+        copied = [] if self.is_followed else self.now.copied_from(weights)
+        if self.copied is not None:
+            self.copied.tensors(copied)
+        elif copied:
+            self.copied = CopiedFrom(name, copied)
+
+    def leave_to_owner(self) -> None:
+        """Warns of no optimizer: the owner reloads what it trains."""
+        self.copied, self.is_followed = None, True
 
     def reload(self, weights: ExpertWeights, write_shared: bool) -> None:
         """Implements `MoEKernel.reload`."""
@@ -172,8 +184,6 @@ class HeldWeights:
             # Inference mode may write both kinds of tensors; outside it, tensors made inside may not be written.
             with plain_torch(), torch.inference_mode():
                 held.copy_from(new)
-        if self.copied is not None:
-            self.copied.tensors(held.copied_from(weights))
 
     def update_expert(self, expert: int, weights: ExpertWeights, write_shared: bool) -> None:
         """Implements `MoEKernel.update_expert`."""
@@ -203,7 +213,9 @@ class HeldWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldWeights:
         if self._source is None:
             # If the caller's tensors are copied along, shared memory stays shared between the copies.
-            return HeldWeights(self._problem, self._ranges, copy.deepcopy(self.permuted, memo), self.borrowed)
+            made = HeldWeights(self._problem, self._ranges, copy.deepcopy(self.permuted, memo), self.borrowed)
+            made.is_followed = self.is_followed
+            return made
         # Parameters are copied into memory of their own, which calls without gradients read too.
         tensors = copy.deepcopy(dict(self._source()), memo)
         permuted = dataclasses.replace(self.permuted, per_expert={name: one.detach() for name, one in tensors.items()})

@@ -51,10 +51,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 def say_gain(best: Selection, taken: Selection, weights: ExpertWeights, cure: str) -> None:
     """Says once what a kernel with a copy of the weights would gain over what reads them in place, if anything.
 
-    Args:
-        best, taken: Among all classes, and among those that read in place, which may be none.
-        weights: The layer's.
-        cure: The call that makes the copy.
+    `taken` is the best that reads in place, which may be none, and `cure` is the call that makes the copy.
     """
     one, other = best.winner, taken.winner
     if one is None or one is other:

@@ -231,6 +231,7 @@ class MoEKernel:
                 is not set; or the weights are not this problem's or are on another device.
         """
         self.held.reload(weights, write_shared)
+        self.held.watch(repr(self), weights)
 
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.

@@ -45,12 +45,10 @@ def run_exported(
     problem: MoEProblem,
     **keywords: Any,
 ) -> None:
-    """Runs a layer while its caller is exported: one opaque op that writes `out`.
+    """Runs a layer while its caller is exported: one opaque op that writes `out`; arguments as in `MoEKernel`.
 
-    Args:
-        hidden_states, topk_weights, topk_ids, out, problem: As in `MoEKernel`.
-        tensors: Canonical weights by field, and `expert_map` if placement is `map`.
-        **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
+    `tensors` are canonical weights by field, with `expert_map` if placement is `map`; keywords are `ep_rank` and those
+    of a request, whose collections that JSON lacks, such as sets, become lists.
     """
     said = problem.to_dict()
     said.pop("gradients", None)  # A program infers.
@@ -105,7 +103,7 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
         _IN_PLACE[layer] = kernel
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
-    kernel.held.copied = None
+    kernel.held.leave_to_owner()
     _LAYERS[key] = kernel, seen
     for tensor in held.values():
         weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(kernel)).atexit = False

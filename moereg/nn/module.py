@@ -68,13 +68,10 @@ class MoELayer(CanonicalModule):
         adapters: Low-rank adapters of the experts, for a problem with gradients of them; their tensors become
             parameters without a copy. Their scalings are the layer's, like its activation, and not in `state_dict`.
             None makes `ExpertAdapters.initial`, which change nothing yet, with a scaling of 1.
-        ep_rank: As in `make_kernel`.
-        expert_map: As in `make_kernel`.
+        ep_rank, expert_map: As in `make_kernel`.
         keep_canonical: Whether the parameters stay after the kernel was made.
         device: Device of zeros; None means torch's default. `meta` takes no memory.
-        require: As in `select_backend`.
-        prefer: As in `select_backend`.
-        deny: As in `select_backend`.
+        require, prefer, deny: As in `select_backend`.
 
     Raises:
         ArgumentError: Weights or router do not fit the problem.
@@ -422,7 +419,7 @@ class MoELayer(CanonicalModule):
         if held and reading_in_place(selection).winner is selection.winner:
             check_in_place(held)
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
-        kernel.held.copied = None  # Later calls of `prepare` reload it.
+        kernel.held.leave_to_owner()  # Later calls of `prepare` reload it.
         if not self.keep_canonical:
             with keeping_moves():
                 kernel.weights.to_canonical(0)  # Raises if nothing could be read back.

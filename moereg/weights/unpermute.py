@@ -102,11 +102,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device: torch.device) -> dict[str, Moves]:
     """Finds where a layout moves the units of each canonical tensor of an expert, by permuting a few experts."""
-    base = {}
-    for name, (shape, dtype) in specs.items():
-        numbers = _numbers(name, dtype)
-        units = torch.full((math.prod(shape),), numbers.base, dtype=_UNITS[numbers.bits], device=device)
-        base[name] = _joined(units, numbers.bits, shape, dtype)
+    base = drawn_expert(specs, device, is_varied=False)
     return {name: _moves_of(permute, base, quant, name) for name in base}
 
 
@@ -225,12 +221,13 @@ def _is_in_runs(units: torch.Tensor, run: int) -> bool:
     return run == 1 or all(bool((part == part[:, :1]).all()) for part in units.view(-1, run).split(_PIECE // run))
 
 
-def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Tensor]:
-    """Canonical tensors of a made-up expert, whose numbers are finite, normal and varied."""
+def drawn_expert(specs: TensorSpecs, device: torch.device, is_varied: bool = True) -> dict[str, torch.Tensor]:
+    """Canonical tensors of a made-up expert, whose numbers are finite, normal and varied, or all equal."""
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
         numbers = _numbers(name, dtype)
-        kind, mask = torch.empty(0, dtype=_UNITS[numbers.bits], device=device), (1 << numbers.digit_bits) - 1
+        kind = torch.empty(0, dtype=_UNITS[numbers.bits], device=device)
+        mask = (1 << numbers.digit_bits) - 1 if is_varied else 0
         units = _by_pieces(
             math.prod(shape),
             kind,

@@ -136,20 +136,6 @@ all_to_all_sums_fp8 = functools.partial(compared, way="all_to_all_sums", **FP8)
 weights_on_gathered_inputs = functools.partial(compared, way="all_gather", **ON_INPUT)
 
 
-SCHEMES = (
-    *("fp8_tensor_dynamic", "fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8", "mxfp4_mxfp8"),
-    *("nvfp4", "nvfp4_w4a16", "mxfp4_w4a16", "int8_w8a16", "int4_w4a16_g128"),
-)
-
-
-def every_scheme(rank: int, size: int) -> dict[str, Any]:
-    """Each scheme by the way that sends it in as few bits as its experts read."""
-    sizes = {"dtype": "bfloat16", "intermediate_size": 128}
-    # CPUs that multiply int8 slowly would rather leave tokens in 16 bits.
-    exact = {"int8_w8a8": {"exact_activations": True}}
-    return {name: compared(rank, size, "all_to_all", quant=name, **sizes, **exact.get(name, {})) for name in SCHEMES}
-
-
 class CodedExperts(FakeExperts):
     """Takes tokens as codes with scales, and nothing else."""
 

@@ -97,6 +97,7 @@ class TestAgain:
             prepare(model, prefer="torch", progress=False)
         assert close(logits_of(model), expected)
         assert torch.equal(eager(model), expected)
+        assert experts_of(model).down_proj.requires_grad
 
     def test_arguments_are_checked_before_anything_is_changed(self, model: Any) -> None:
         with pytest.raises(ArgumentError, match=r"progress must be a bool or a function of \(done, total\), got None"):

@@ -35,18 +35,6 @@ def test_a_prepared_model_generates_the_tokens_of_eager(family: str) -> None:
     assert torch.equal(model.generate(PROMPT, **arguments), tokens)
 
 
-def test_kernels_are_made_at_the_first_call_and_once(model: Any) -> None:
-    expected = eager(model)
-    model.set_experts_implementation("moereg")
-    experts = model.model.layers[0].mlp.experts
-    assert serving.served(experts) is None
-    assert close(logits_of(model), expected)
-    kernels = dict(serving.served(experts).kernels)
-    logits_of(model)
-    assert serving.served(experts).kernels == kernels
-    assert len(kernels) == 1
-
-
 def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -56,6 +44,9 @@ def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moereg")
     assert close(logits_of(loaded), expected)
     assert serving.served(loaded.model.layers[1].mlp.experts).kernels
+    prepare(loaded, free=True, progress=False)
+    loaded.save_pretrained(tmp_path / "freed")
+    assert torch.equal(eager(AutoModelForCausalLM.from_pretrained(tmp_path / "freed")), expected)
 
 
 def test_a_name_of_transformers_is_not_taken() -> None:
@@ -174,13 +165,6 @@ def test_to_another_dtype_is_followed(model: Any) -> None:
     found = logits_of(model).float()
     assert serving.served(model.model.layers[0].mlp.experts).live.dtype == "bfloat16"
     assert close(found, eager(model).float(), 0.02)
-
-
-def test_state_dict_and_parameters_are_those_of_the_model(model: Any) -> None:
-    names, parameters = list(model.state_dict()), [name for name, _ in model.named_parameters()]
-    prepare(model, progress=False)
-    assert list(model.state_dict()) == names
-    assert [name for name, _ in model.named_parameters()] == parameters
 
 
 def test_copies_and_pickles_make_kernels_of_their_own(model: Any) -> None:

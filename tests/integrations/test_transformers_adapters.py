@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,21 +22,11 @@ from moereg.integrations._experts.serving import served
 from moereg.integrations.transformers import prepare, refresh
 from moereg.weights.adapters import ExpertAdapters
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
-from tests.support.live_models import close, kernel_steps, logits_of
-from tests.support.tiny_models import tiny_model
+from tests.support.live_models import PROMPT, close, logits_of
+from tests.support.tiny_models import needs, tiny_model
 
 BOTH = ("gate_up_proj", "down_proj")
 OF_FACTORS = "w13_a w13_b w2_a w2_b"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_was_said() -> None:
-    own.say_once.cache_clear()
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return kernel_steps(monkeypatch)
 
 
 class Proxy(torch.nn.Module):
@@ -395,6 +386,8 @@ class TestPeft:
         assert same(gradients(model.train()), gradients(plain.train()))
         assert steps.count("forward") == 2
         adapted = logits_of(model.eval())
+        tokens = [each.eval().generate(PROMPT, max_new_tokens=5, do_sample=False) for each in (model, plain)]
+        assert torch.equal(*tokens)
         steps.clear()
         with model.disable_adapter():
             assert close(logits_of(model), base)
@@ -404,8 +397,7 @@ class TestPeft:
             prepare(model, free=True, progress=False)
 
     def test_merging_is_seen(self, steps: list[str]) -> None:
-        model, _ = pair(by_peft)
-        base = None
+        model, plain = pair(by_peft)
         adapted = logits_of(model)
         model.merge_adapter()  # Right after a call with the adapter.
         steps.clear()
@@ -418,7 +410,36 @@ class TestPeft:
         refresh(model)
         assert close(logits_of(model), adapted, 1e-5)
         assert not close(base, adapted, 1e-3)
+        tokens = [each.generate(PROMPT, max_new_tokens=5, do_sample=False) for each in (model, plain)]
+        assert torch.equal(*tokens)
         assert set(steps) == {"infer"}
+
+    def test_saved_adapters_are_read_with_and_without_moereg(self, tmp_path: Path) -> None:
+        peft = needs_peft()
+        writer, _ = pair(by_peft)
+        gradients(writer.train())
+        torch.optim.SGD([one for one in writer.parameters() if one.requires_grad], lr=0.1).step()
+        writer.save_pretrained(tmp_path)
+        for implementation in ("moereg", "eager"):
+            reader = tiny_model("mixtral")
+            reader.set_experts_implementation(implementation)
+            found = peft.PeftModel.from_pretrained(reader, tmp_path).eval()
+            assert close(logits_of(found), logits_of(writer.eval()))
+
+    @pytest.mark.parametrize("family", ["gpt_oss", "aria"])
+    def test_experts_in_other_layouts_infer_on_moereg_and_train_on_transformers(
+        self, family: str, steps: list[str]
+    ) -> None:
+        needs(family)
+        model, plain = by_peft(tiny_model(family)).eval(), by_peft(tiny_model(family)).eval()
+        prepare(model, progress=False)
+        for _ in range(2):
+            steps.clear()
+            assert close(logits_of(model), logits_of(plain))
+            assert steps == ["infer"] * 2
+            for each in (model, plain):
+                assert len(gradients(each.train())) == 8
+                torch.optim.SGD([one for one in each.eval().parameters() if one.requires_grad], lr=0.1).step()
 
     def test_attention_trains_along(self, steps: list[str]) -> None:
         model, plain = pair(by_peft, target_modules=["q_proj"])

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moereg.integrations._experts import own, training
+from moereg.integrations._experts import training
 from moereg.integrations._experts.serving import served
 from tests.support.live_models import kernel_steps
 from tests.support.tiny_models import SIZES, tiny_model
@@ -84,9 +84,8 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # TRL reports each trainer that is made.
-    own.say_once.cache_clear()
 
 
 @pytest.fixture

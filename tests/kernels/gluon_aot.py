@@ -6,13 +6,13 @@ Run as a separate program, since its process becomes one for a device that is no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.kernels.launch.ahead import Launches, Target, Variant, become
+from moereg.kernels.launch.ahead import Target, Variant, become
 from moereg.layer.backend_calls import make_experts
 from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
 from moereg.spec.problem import MoEProblem
@@ -45,18 +45,18 @@ LAYERS: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...] = (
 TRAINED = ("trained_gpt_oss", "trained_not_gated", "trained_adapters")
 
 
-def trained(launches: Launches) -> Iterator[tuple[str, Variant]]:
+def trained(take: Callable[[], list[Variant]]) -> Iterator[tuple[str, Variant]]:
     """Hopper's products of a training step, each variant once."""
     for case in TRAINED:
         launch_trained(case, 0, "cuda:sm90")
-        hopper = {variant.digest: variant for variant in launches.take() if ".hopper." in variant.name}
+        hopper = {variant.digest: variant for variant in take() if ".hopper." in variant.name}
         for number, variant in enumerate(hopper.values()):
             if "clear" not in variant.name:
                 yield f"{case} {number}", variant
 
 
 def products(
-    launches: Launches, layers: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]
+    take: Callable[[], list[Variant]], layers: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]
 ) -> Iterator[tuple[str, Variant]]:
     """The products on Hopper of every layer and number of tokens, each variant once."""
     seen = set()
@@ -68,7 +68,7 @@ def products(
         for count in counts:
             with torch.no_grad():
                 layer.call(count)
-            hopper = [variant for variant in launches.take() if ".hopper." in variant.name]
+            hopper = [variant for variant in take() if ".hopper." in variant.name]
             for product, variant in zip(("gate_up", "down"), hopper, strict=True):
                 if variant.digest not in seen:
                     seen.add(variant.digest)

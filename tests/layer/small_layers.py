@@ -70,13 +70,11 @@ def replaced(weights: ExpertWeights, expert: int, others: ExpertWeights) -> Expe
 
 
 def call(kernel: MoEKernel, inputs: Inputs, **changes: Any) -> torch.Tensor:
-    return kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, **changes)
+    return kernel(*inputs.call, **changes)
 
 
 def expected(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs, expert_map: Any = None) -> torch.Tensor:
-    return reference_experts(
-        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map, torch.float64
-    )
+    return reference_experts(problem, weights, *inputs.call, expert_map, torch.float64)
 
 
 INPUTS = make_inputs(problem_of(), 4, "uniform", CPU)

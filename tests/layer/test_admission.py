@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import warnings
@@ -103,6 +104,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "data" / "quarantine.json"))
     monkeypatch.setattr(admission, "_HERE", {})
     monkeypatch.setattr(admission, "_SERVES", set())
+    monkeypatch.setattr(admission, "_quarantined_at", 0.0)
     admission._warn_once.cache_clear()
     return path
 
@@ -205,12 +207,10 @@ def test_wrong_gradients_are_quarantined_for_training_alone(
     monkeypatch.setattr(admission, "_MOST_TRAINED", 2)  # So that some experts get no token.
     spoil, failure = GRADIENT_FAULTS[fault]
 
-    def apply_backward(
-        self: Any, grads: Any, grad_out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
-    ) -> None:
-        base: Any = super(kind, self)
-        base.apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
-        spoil(grads)
+    @functools.wraps(TorchTrainingExperts.apply_backward)
+    def apply_backward(self: Any, *_: Any, **given: Any) -> None:
+        super(kind, self).apply_backward(**given)
+        spoil(given["grads"])
 
     kind = type("BadExperts", (TorchTrainingExperts,), {"apply_backward": apply_backward})
     register("bad", kind)
@@ -318,6 +318,13 @@ def test_what_passed_is_recorded_once(register: Register, checks: list[str], fil
     admission._SERVES.clear()  # As in another process.
     make_kernel(PROBLEM, WEIGHTS)
     assert checks == ["good"] * 2
+
+
+def test_what_another_process_quarantines_serves_no_more(register: Register) -> None:
+    register("good", FakeExperts)
+    selection = make_kernel(PROBLEM, WEIGHTS).selection
+    QUARANTINE.change([admission._Subject.of(selection).failed("it was wrong there")])
+    assert make_kernel(PROBLEM, WEIGHTS, selection).selection.backend == "torch"
 
 
 @pytest.mark.parametrize("change", ["version", "code"])

@@ -93,7 +93,7 @@ class Layer:
         self.selection = select_backend(self.problem, "cpu")
         self.kernel, self.others = self.make(self.weights), make_weights(self.problem, CPU, seed=1)
         inputs = [make_inputs(self.problem, num_tokens, "uniform", CPU) for num_tokens in (1, 9)]
-        self.calls = [(value.hidden_states, value.topk_weights, value.topk_ids) for value in inputs]
+        self.calls = [value.call for value in inputs]
 
     def make(self, weights: ExpertWeights) -> MoEKernel:
         return make_kernel(self.problem, weights, self.selection)
@@ -354,14 +354,13 @@ def test_every_cell_of_a_gpu_at_high_precision(dtype: str, activation_format: st
     )
     device = torch.device("cuda")
     weights, inputs = make_weights(problem, device), make_inputs(problem, 33, "uniform", device)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     selection = select_backend(problem)
     decisions = [decision for decision in selection.decisions if decision.accepted]
     assert decisions
     for decision in decisions:
         kernel = make_kernel(problem, weights, dataclasses.replace(selection, decisions=(decision,)))
-        wanted = kernel(*call)
+        wanted = kernel(*inputs.call)
         for name in ("high", "medium"):
             with matmul_precision(name):
-                found = kernel(*call)
+                found = kernel(*inputs.call)
             assert same([found], [wanted]), (decision, name)

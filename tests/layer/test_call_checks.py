@@ -17,8 +17,7 @@ from moereg.layer.factory import MoEKernel
 from moereg.nn.module import MoELayer
 from moereg.spec.problem import GRADIENTS
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.weights.permuted import ExpertWeights
-from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
+from tests.layer.small_layers import CPU, INPUTS, build_refused, call, kernel_of, problem_of
 from tests.support.fakes import FakeExperts
 from tests.support.no_backward import refuses_backward
 
@@ -115,18 +114,6 @@ def test_inputs_that_require_gradients(field: str, compiles: bool) -> None:
             found = call(called, inputs, out=out)
             assert compiles or found is out
             assert not found.requires_grad
-
-
-def test_weights_may_be_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of()
-    plain = make_weights(problem, CPU)
-    parameters = ExpertWeights(w13=torch.nn.Parameter(plain.w13), w2=torch.nn.Parameter(plain.w2))
-    for form in ("reduced", "per_route"):
-        kernel = kernel_of(problem, FORMS[form], parameters)
-        out = call(kernel, INPUTS)
-        assert not out.requires_grad
-        assert torch.equal(out, call(kernel_of(problem, FORMS[form], plain), INPUTS))
-        kernel.reload(make_weights(problem, CPU, seed=1), write_shared=True)
 
 
 def test_max_num_tokens_is_kept() -> None:

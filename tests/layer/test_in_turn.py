@@ -97,7 +97,7 @@ def test_one_expert_of_a_layer_is_old_or_new_everywhere(monkeypatch: pytest.Monk
     inputs = make_inputs(problem, 4, "uniform", CPU)
 
     def run(module: MoELayer) -> torch.Tensor:
-        return module(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        return module(*inputs.call)
 
     layer.prepare()
     calling = _Meanwhile(lambda: run(layer))

@@ -67,15 +67,6 @@ def test_nothing_is_written_where_others_read() -> None:
     assert torch.equal(call(one, INPUTS), call(two, INPUTS))
 
 
-def test_own_weights_are_copies_from_the_start() -> None:
-    problem = problem_of()
-    weights = make_weights(problem, CPU)
-    kernel = kernel_of(problem, weights=weights, own_weights=True)
-    before = call(kernel, INPUTS)
-    weights.w13.zero_()
-    assert torch.equal(call(kernel, INPUTS), before)
-
-
 @pytest.mark.parametrize("own_weights", [False, True])
 @pytest.mark.parametrize("experts", [FakeExperts, turning(1.0)], ids=["canonical", "turned"])
 def test_what_is_made_in_inference_mode_can_be_written_and_differentiated_outside(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from moereg.backends._torch.plain import CANONICAL, Host
 from moereg.errors import OldWeightsWarning
-from moereg.integrations.transformers import prepare, refresh
+from moereg.integrations.transformers import prepare
 from moereg.layer.factory import make_kernel
 from moereg.nn.module import MoELayer
 from moereg.numerics.reference import reference_experts, relative_error
@@ -52,10 +53,8 @@ def error_of(layer: MoELayer) -> float:
     """Of a call against the reference over the parameters as they are."""
     inputs = make_inputs(PROBLEM, 5, "uniform", CPU)
     with torch.no_grad():
-        wanted = reference_experts(
-            PROBLEM, layer.weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, None
-        )
-        return relative_error(layer(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids), wanted)
+        wanted = reference_experts(PROBLEM, layer.weights, *inputs.call, None)
+        return relative_error(layer(*inputs.call), wanted)
 
 
 def set_gradients(parameters: list[torch.nn.Parameter]) -> None:
@@ -186,25 +185,6 @@ def test_frozen_layers_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert {state.step for state in states_of(other.parameters())} == {0}
 
 
-def test_refresh_reads_what_nothing_tells_of() -> None:
-    layer = new_layer()
-    layer.refresh()  # There is nothing to read yet.
-    error_of(layer)
-    kernel = layer.prepare()
-    layer.w2.data.mul_(2)  # type: ignore[operator]
-    assert error_of(layer) > 0.1
-    layer.refresh()
-    assert error_of(layer) < 1e-5
-    assert layer.prepare() is kernel
-    model = tiny_model("mixtral")
-    refresh(model)
-    prepare(model, progress=False)
-    logits_of(model)
-    model.model.layers[0].mlp.experts.down_proj.data.mul_(2)
-    refresh(model)
-    assert close(logits_of(model), eager(model))
-
-
 def stepped(weights: ExpertWeights) -> list[warnings.WarningMessage]:
     """What two steps on these weights warn of."""
     parameters = [torch.nn.Parameter(tensor) for tensor in weights.tensors().values()]
@@ -232,19 +212,24 @@ def test_a_bare_kernel_with_copies_of_what_is_trained_is_one_warning() -> None:
     del kernel
 
 
-def test_a_kernel_that_shares_what_is_trained_or_has_an_owner_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_an_owner_warns_of_what_it_copied_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = new_layer()
     error_of(layer)
     assert not stepped(layer.weights)
+    copied, others = copy.deepcopy(layer.prepare()), make_weights(PROBLEM, CPU, 1)
+    copied.reload(others, write_shared=True)  # As the copy of a model with freed experts does.
+    assert not stepped(others)
     monkeypatch.setattr(
         Host, "permute_weights", lambda self, weights: PermutedWeights(CANONICAL, dict(weights.tensors()))
     )
     weights = make_weights(PROBLEM, CPU)
     kernel = make_kernel(PROBLEM, weights)
     assert not stepped(weights)
+    kernel.reload(others, write_shared=True)  # Into `weights`; of the others it has a copy from now on.
+    assert not stepped(weights)
+    assert len(stepped(others)) == 1
     inputs = make_inputs(PROBLEM, 5, "uniform", CPU)
-    call = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
-    assert relative_error(kernel(*call), reference_experts(PROBLEM, weights, *call, None)) < 1e-5
+    assert relative_error(kernel(*inputs.call), reference_experts(PROBLEM, weights, *inputs.call, None)) < 1e-5
 
 
 @pytest.mark.gpu
@@ -253,19 +238,18 @@ def test_a_captured_graph_sees_a_step_after_the_next_call() -> None:
     device = torch.device("cuda")
     layer = MoELayer(problem, make_weights(problem, device))
     inputs = make_inputs(problem, 5, "uniform", device)
-    call = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
     for _ in range(3):
-        layer(*call)
+        layer(*inputs.call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = layer(*call)
+        out = layer(*inputs.call)
     parameters = list(layer.parameters())
     optimizer = fused("AdamW", parameters)
     for _ in range(2):
         set_gradients(parameters)
         optimizer.step()
-        ordinary = layer(*call)
+        ordinary = layer(*inputs.call)
         graph.replay()
-        wanted = reference_experts(problem, layer.weights, *call, None)
+        wanted = reference_experts(problem, layer.weights, *inputs.call, None)
         assert relative_error(ordinary, wanted) < 1e-2
         assert torch.equal(out, ordinary)

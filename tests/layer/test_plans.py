@@ -44,7 +44,7 @@ def planned(ranges: Ranges, problem: MoEProblem | None = None, **keywords: Any) 
 def factor_of(run: Callable[..., torch.Tensor], kernel: MoEKernel, weights: ExpertWeights, num_tokens: int) -> float:
     """By which factor a call's result differs from the reference's."""
     inputs = make_inputs(kernel.problem, num_tokens, "uniform", CPU)
-    found = run(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids).double()
+    found = run(*inputs.call).double()
     truth = expected(dataclasses.replace(kernel.problem, activation_format="standard"), weights, inputs)
     factor = float((found * truth).sum() / (truth * truth).sum())
     torch.testing.assert_close(found, truth * factor, rtol=1e-4, atol=1e-5)

@@ -26,7 +26,7 @@ from moereg.quantize import (
 )
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
-from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
+from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights
 
 CPU = torch.device("cpu")
@@ -145,11 +145,10 @@ def slow(problem: MoEProblem, weights: ExpertWeights, inputs: Inputs) -> torch.T
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
 def test_every_scheme_matches_slow_loops(name: str, changes: dict[str, Any]) -> None:
     problem, weights, inputs = quantized_case(name, **changes)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    found = reference_experts(problem, weights, *call, dtype=torch.float64)
+    found = reference_experts(problem, weights, *inputs.call, dtype=torch.float64)
     assert relative_error(found, slow(problem, weights, inputs)) < 1e-12
     assert found.dtype == torch.float64
-    single = reference_experts(problem, weights, *call)
+    single = reference_experts(problem, weights, *inputs.call)
     assert single.dtype == torch.float32
     assert relative_error(single, found) < tolerance(problem.quant, problem.dtype, found.numel())
 
@@ -157,35 +156,34 @@ def test_every_scheme_matches_slow_loops(name: str, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(("name", "computes"), [("nvfp4", "nvfp4_w4a16"), ("mxfp4_mxfp8", "mxfp4_w4a16")])
 def test_follows_what_the_cell_computes(name: str, computes: str) -> None:
     problem, weights, inputs = quantized_case(name)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     plain = {field: tensor for field, tensor in weights.tensors().items() if not field.startswith("a")}
     expected = reference_experts(
-        dataclasses.replace(problem, quant=QUANT_SCHEMES[computes]), ExpertWeights(**plain, quant=computes), *call
+        dataclasses.replace(problem, quant=QUANT_SCHEMES[computes]),
+        ExpertWeights(**plain, quant=computes),
+        *inputs.call,
     )
-    found = reference_experts(problem, weights, *call, computes=computes)
+    found = reference_experts(problem, weights, *inputs.call, computes=computes)
     assert torch.equal(found, expected)
-    assert relative_error(found, reference_experts(problem, weights, *call)) > 0.01
+    assert relative_error(found, reference_experts(problem, weights, *inputs.call)) > 0.01
 
 
 def test_what_cannot_be_computed() -> None:
     problem, weights, inputs = quantized_case("nvfp4_w4a16")
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     text = r"^computes must have the weights of nvfp4_w4a16 and its activations or 16-bit ones, got nvfp4$"
     with pytest.raises(ValueError, match=text):
-        reference_experts(problem, weights, *call, computes="nvfp4")
+        reference_experts(problem, weights, *inputs.call, computes="nvfp4")
     other = dataclasses.replace(problem, quant=QUANT_SCHEMES["mxfp8"])
     with pytest.raises(ValueError, match=r"^the weights are nvfp4_w4a16 but the problem says mxfp8; make both name"):
-        reference_experts(other, weights, *call)
+        reference_experts(other, weights, *inputs.call)
 
 
 @pytest.mark.parametrize("name", ROUNDING)
 def test_the_intermediate_is_rounded_before_it_is_quantized(name: str) -> None:
     problem, weights, inputs = quantized_case(name, num_tokens=63)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    rounded = reference_experts(problem, weights, *call)
+    rounded = reference_experts(problem, weights, *inputs.call)
     assert ROUNDS_INTERMEDIATE
-    assert torch.equal(reference_experts(problem, weights, *call, rounds_intermediate=True), rounded)
-    error = relative_error(reference_experts(problem, weights, *call, rounds_intermediate=False), rounded)
+    assert torch.equal(reference_experts(problem, weights, *inputs.call, rounds_intermediate=True), rounded)
+    error = relative_error(reference_experts(problem, weights, *inputs.call, rounds_intermediate=False), rounded)
     assert 1e-4 < error < tolerance(name, problem.dtype, rounded.numel())
 
 
@@ -205,7 +203,7 @@ def test_an_intermediate_beyond_float16_stays_a_number(name: str) -> None:
 def test_tokens_that_go_nowhere_change_no_scale(name: str) -> None:
     """Padding may hold anything, also where one scale is for all tokens."""
     problem, weights, inputs = quantized_case(name)
-    before = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    before = reference_experts(problem, weights, *inputs.call)
     x = torch.cat((inputs.hidden_states, torch.full_like(inputs.hidden_states[:1], 1e30)))
     ids = torch.cat((inputs.topk_ids, torch.tensor([[-1, 4]], dtype=torch.int32)))
     after = reference_experts(problem, weights, x, torch.cat((inputs.topk_weights, torch.ones(1, 2))), ids)
@@ -216,12 +214,11 @@ def test_tokens_that_go_nowhere_change_no_scale(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_tensor_static", "nvfp4"])
 def test_static_scales_may_be_one_number(name: str) -> None:
     problem, weights, inputs = quantized_case(name)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     one = dataclasses.replace(weights, a13_scale=torch.tensor(0.01), a2_scale=torch.tensor(0.005))
     each = dataclasses.replace(weights, a13_scale=torch.full((4,), 0.01), a2_scale=torch.full((4,), 0.005))
-    found = reference_experts(problem, one, *call)
-    assert torch.equal(found, reference_experts(problem, each, *call))
-    assert relative_error(found, reference_experts(problem, weights, *call)) > 1e-3
+    found = reference_experts(problem, one, *inputs.call)
+    assert torch.equal(found, reference_experts(problem, each, *inputs.call))
+    assert relative_error(found, reference_experts(problem, weights, *inputs.call)) > 1e-3
 
 
 def test_calibration() -> None:
@@ -241,28 +238,12 @@ def test_calibration() -> None:
     assert scheme_loss(quantized, static, weights, *call) < 0.1
 
 
-def test_loss_of_schemes() -> None:
-    """The errors of the schemes themselves, in the order that their bits suggest."""
-    losses = {}
-    for name in ("int8_w8a16", "int8_w8a8", "fp8_block128", "int4_w4a16_g32", "nvfp4"):
-        problem, weights, inputs = quantized_case(name)
-        plain = make_plain_weights(problem, CPU)
-        losses[name] = scheme_loss(problem, weights, plain, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    assert list(losses) == sorted(losses, key=lambda name: losses[name])
-    assert 0.005 < losses["int8_w8a16"] < 0.03
-    assert 0.1 < losses["nvfp4"] < 0.4
-    problem, weights, inputs = quantized_case("unquantized")
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    assert scheme_loss(problem, weights, weights, *call) == 0
-
-
 def test_a_scheme_that_a_plugin_makes_up() -> None:
     scheme = QuantScheme("int4_w4a8_g32", QuantFormat("uint4", (1, 32)), QuantFormat("float8_e4m3fn", (1, WHOLE)))
     problem, weights, inputs = quantized_case(scheme)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    found = reference_experts(problem, weights, *call, dtype=torch.float64)
+    found = reference_experts(problem, weights, *inputs.call, dtype=torch.float64)
     assert relative_error(found, slow(problem, weights, inputs)) < 1e-12
-    assert relative_error(reference_experts(problem, weights, *call, computes="int4_w4a16_g32"), found) > 0.01
+    assert relative_error(reference_experts(problem, weights, *inputs.call, computes="int4_w4a16_g32"), found) > 0.01
 
 
 def test_relative_error() -> None:

@@ -43,9 +43,6 @@ def test_llama4_config_of_transformers_holds_the_text_config() -> None:
     spec = RouterSpec.from_config(Llama4Config().to_dict())
     assert spec == RouterSpec(kind="llama4_topk", num_experts=16, top_k=1)
     assert spec.apply_router_weight_on_input
-
-
-def test_only_llama4_weights_the_input() -> None:
     assert not RouterSpec(kind="softmax_topk", num_experts=8, top_k=1).apply_router_weight_on_input
 
 

@@ -124,6 +124,7 @@ def layer_and_call(**keywords: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("write", [*REPLACED, *UNCOUNTED], ids=lambda write: write.__name__)
 def test_a_layer_in_place_reads_what_is_there(write: Write, name: str) -> None:
     layer, call = layer_and_call()
+    layer.refresh()  # There is nothing to read yet.
     layer(*call)
     kernel, room = layer._kernel, Room(getattr(layer, name))
     for seed in range(NUM_WRITES):
@@ -141,7 +142,8 @@ def test_a_layer_in_place_reads_what_is_there(write: Write, name: str) -> None:
 )
 def test_a_prepared_layer_follows_what_torch_sees(write: Write, place: Any, name: str, turned: str) -> None:
     layer, call = layer_and_call(require=turned)
-    assert layer.prepare().weights.copied_from(layer.weights)
+    kernel = layer.prepare()
+    assert kernel.weights.copied_from(layer.weights)
     room = place(getattr(layer, name))
     for seed in range(NUM_WRITES):
         value = room.tensor(seed)
@@ -153,6 +155,7 @@ def test_a_prepared_layer_follows_what_torch_sees(write: Write, place: Any, name
 
         found = write(layer, name, value, run)
         torch.testing.assert_close(found, fresh({**layer._held, name: value})(*call))
+    assert write not in UNCOUNTED or layer.prepare() is kernel
 
 
 @pytest.mark.parametrize("write", [functional_call, deleted_and_set, data_twice, data_copied], ids=lambda w: w.__name__)
@@ -253,6 +256,7 @@ def test_a_model_reads_what_is_there(
     from moereg.integrations._experts.serving import served
     from moereg.integrations.transformers import prepare, refresh
 
+    refresh(module)  # There is nothing to read yet.
     if is_prepared:
         prepare(module, require=turned, progress=False)
     run()

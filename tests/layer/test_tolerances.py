@@ -87,7 +87,7 @@ def errors(name: str, dtype: str, stores_gate_up: bool) -> list[tuple[float, int
         weights = make_weights(problem, CPU)
         for num_tokens, seed in ((1, 1), (2, 2), (17, 3), (63, 4)):
             inputs = make_inputs(problem, num_tokens, "uniform", CPU, seed)
-            truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+            truth = reference_experts(problem, weights, *inputs.call)
             out = simulated(problem, weights, inputs, stores_gate_up)
             found.append((relative_error(out, truth), truth.numel()))
     return found

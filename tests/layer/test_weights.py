@@ -44,6 +44,7 @@ def test_every_scheme_can_be_made(name: str, has_bias: bool) -> None:
     weights.check_against(problem_of(quant=name, has_bias=has_bias))
     assert weights.scheme is QUANT_SCHEMES[name]
     assert ("w13_bias" in weights.tensors()) == has_bias
+    assert (weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.num_halves) == (E, H, I, 2)
 
 
 def test_every_tensor_has_a_role() -> None:
@@ -199,7 +200,9 @@ def test_weights_that_are_fine() -> None:
     of_scheme("nvfp4", a13_scale=None, a2_scale=None)
     of_scheme("nvfp4", a13_scale=torch.ones(()), w13_scale_2=torch.ones(E, 2))
     of_scheme("fp8_tensor_dynamic", w13_scale=torch.ones(E, 2))
-    plain(w13=zeros(E, I, H)).check_against(problem_of(activation="relu2"))
+    not_gated = plain(w13=zeros(E, I, H))
+    not_gated.check_against(problem_of(activation="relu2"))
+    assert not_gated.num_halves == 1
     biases = {"w13_bias": zeros(E, 2 * I, dtype=torch.float32), "w2_bias": zeros(E, H, dtype=torch.float32)}
     plain(**biases).check_against(problem_of(has_bias=True))
     of_scheme("fp8_channel_token", w13_scale=torch.zeros(E, 2 * I, 1))
@@ -219,14 +222,6 @@ def test_values_on_a_gpu_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch
 def test_fake_weights_have_no_values_to_check() -> None:
     with FakeTensorMode():
         of_scheme("nvfp4")
-
-
-def test_sizes() -> None:
-    assert (of_scheme("nvfp4").num_experts, of_scheme("nvfp4").hidden_size) == (E, H)
-    for name in QUANT_SCHEMES:
-        weights = of_scheme(name)
-        assert (weights.num_halves, weights.intermediate_size) == (2, I)
-    assert plain(w13=zeros(E, I, H)).num_halves == 1
 
 
 def test_unknown_scheme() -> None:

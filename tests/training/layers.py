@@ -85,6 +85,21 @@ def drawn_call(problem: moereg.MoEProblem, num_tokens: int = 13, seed: int = 0) 
     return Call(leaves, scores.topk(problem.top_k).indices.int(), drawn(num_tokens, size).to(dtype))
 
 
+def drawn_kernel(**changes: Any) -> tuple[moereg.MoEProblem, Call, moereg.MoEKernel]:
+    """A random layer's problem, a call of it, and its kernel."""
+    problem = trained_problem(**changes)
+    call = drawn_call(problem)
+    return problem, call, moereg.make_kernel(problem, call.weights)
+
+
+def drawn_module(**changes: Any) -> tuple[moereg.MoEProblem, Call, moereg.MoELayer]:
+    """The same as a module, whose parameters are the call's leaves."""
+    problem = trained_problem(**changes)
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
+    return problem, call._replace(tensors=call.tensors | dict(layer.named_parameters())), layer
+
+
 def plain_layer(
     problem: moereg.MoEProblem,
     tensors: dict[str, torch.Tensor],

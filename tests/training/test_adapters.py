@@ -15,7 +15,7 @@ from moereg.errors import ArgumentError, GradientError, UnknownNameError
 from moereg.routing import RouterSpec
 from moereg.spec.problem import GRADIENTS
 from moereg.weights.adapters import ADAPTER_TENSORS, adapter_shapes
-from tests.training.layers import ADAPTED, Call, drawn_call, error, expected, trained_problem
+from tests.training.layers import ADAPTED, Call, drawn_call, drawn_kernel, error, expected, trained_problem
 from tests.training.test_gradients import BOUNDS, compare
 
 PROBLEM = trained_problem(**ADAPTED)
@@ -67,6 +67,7 @@ def test_what_are_no_adapters_is_said(changes: dict[str, Any], text: str) -> Non
         ),
         ({"w2_a": torch.zeros(5, 3, 10)}, r"w2_a must be \[6, 3, 10\]"),
         ({"w2_a": torch.zeros(3, 10)}, r"w2_a must be \[6, 1, 10\]"),
+        ({"w2_a": torch.empty(6, 0, 10), "w2_b": torch.empty(6, 24, 0)}, "w2_a must have a rank of 1 or more"),
         ({"w2_b": torch.zeros(6, 24, 3, dtype=torch.int32)}, "of a float dtype and on cpu, got .* torch.int32"),
         ({"w13_a": torch.zeros(6, 4, 24, device="meta")}, "on cpu, got .* on meta"),
     ],
@@ -206,13 +207,6 @@ def test_a_layer_takes_no_parameters_that_share_memory() -> None:
         moereg.MoELayer(PROBLEM, call.weights, adapters=tied.adapters)
 
 
-def test_a_rank_of_zero_is_none() -> None:
-    call = drawn_call(PROBLEM)
-    empty = changed(call, w2_a=torch.empty(6, 0, 10), w2_b=torch.empty(6, 24, 0))
-    with pytest.raises(ArgumentError, match="w2_a must have a rank of 1 or more"):
-        moereg.make_kernel(PROBLEM, call.weights)(*routed(call), adapters=empty.adapters)
-
-
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("made", ["kernel", "layer"])
 def test_adapters_may_be_wide_and_turned_over_a_narrow_base(made: str, compiles: bool) -> None:
@@ -247,9 +241,7 @@ def test_adapters_may_be_wide_and_turned_over_a_narrow_base(made: str, compiles:
 
 
 def test_a_call_may_write_into_an_output() -> None:
-    problem = trained_problem(gradients={"adapters"}, adapter_rank=4)
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel(gradients={"adapters"}, adapter_rank=4)
     out = torch.full_like(call.grad_out, torch.nan)
     with torch.no_grad():
         assert kernel(*routed(call), out=out, adapters=call.adapters) is out
@@ -259,9 +251,7 @@ def test_a_call_may_write_into_an_output() -> None:
 
 
 def test_what_is_not_named_raises_beside_adapters() -> None:
-    problem = trained_problem(gradients={"adapters"}, adapter_rank=4)
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    problem, call, kernel = drawn_kernel(gradients={"adapters"}, adapter_rank=4)
     with pytest.raises(GradientError, match="for another tensor"):
         call.run(kernel)
     layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)

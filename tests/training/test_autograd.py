@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,13 +20,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import moereg
 from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.errors import ArgumentError, BackendError, GradientError
-from moereg.experts import Gradients
 from moereg.layer.train_op import cut_saved
 from moereg.prepare_finalize import GroupFacts
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.movement import explain_movements
 from moereg.weights.permuted import PermutedWeights
-from tests.training.layers import ADAPTED, ALL, Call, drawn_call, error, expected, trained_problem
+from tests.training.layers import (
+    ADAPTED,
+    ALL,
+    Call,
+    drawn_call,
+    drawn_kernel,
+    drawn_module,
+    error,
+    expected,
+    trained_problem,
+)
 
 
 @pytest.fixture
@@ -71,10 +82,7 @@ def _saves_experts(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 @pytest.mark.parametrize(("selective", "runs"), [(False, 2), (True, 1)], ids=["whole", "selective"])
 def test_checkpointing(selective: bool, runs: int) -> None:
-    problem = trained_problem(**ADAPTED)
-    call = drawn_call(problem)
-    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
-    call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    _, call, layer = drawn_module(**ADAPTED)
     truth, wanted = call.run(layer), call.gradients()
     kernel = layer.prepare()
     before = sum(kernel.token_histogram().values())
@@ -96,20 +104,12 @@ class RecordingExperts(TorchTrainingExperts):
 
     asked: list[dict[str, int]]
 
-    def apply_backward(
-        self,
-        grads: Gradients,
-        grad_out: torch.Tensor,
-        saved: Mapping[str, torch.Tensor],
-        inputs: Any,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        held = {name: value for name, value in vars(grads).items() if isinstance(value, torch.Tensor)}
+    @functools.wraps(TorchTrainingExperts.apply_backward)
+    def apply_backward(self, *_: Any, **given: Any) -> None:
+        held = {name: value for name, value in vars(given["grads"]).items() if isinstance(value, torch.Tensor)}
         type(self).asked.append({name: value.data_ptr() for name, value in held.items()})
-        assert not grads.accumulate
-        super().apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
+        assert not given["grads"].accumulate
+        super().apply_backward(**given)
 
 
 def register(experts: type[TorchTrainingExperts], registry: BackendRegistry) -> None:
@@ -167,9 +167,8 @@ def test_what_was_first_called_in_inference_mode_trains(kind: str) -> None:
 
 
 def test_nothing_is_saved_without_gradients(isolated_registry: BackendRegistry) -> None:
-    def apply_saving(
-        self: Any, out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
-    ) -> None:
+    @functools.wraps(TorchTrainingExperts.apply_saving)
+    def apply_saving(self: Any, *_: Any, **given: Any) -> None:
         raise AssertionError("a call without gradients needs nothing saved")
 
     register(type("Inferring", (TorchTrainingExperts,), {"apply_saving": apply_saving}), isolated_registry)
@@ -186,9 +185,7 @@ def test_nothing_is_saved_without_gradients(isolated_registry: BackendRegistry) 
 
 
 def test_what_the_problem_does_not_name_is_refused_in_the_backward_pass() -> None:
-    problem = trained_problem(gradients={"weights"})
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    problem, call, kernel = drawn_kernel(gradients={"weights"})
     with pytest.raises(
         GradientError, match=r"MoEProblem\(gradients=\.\.\.\) names, got a backward pass .* name it there"
     ):
@@ -201,18 +198,14 @@ def test_what_the_problem_does_not_name_is_refused_in_the_backward_pass() -> Non
 
 
 def test_a_given_output_stays_outside_of_the_graph() -> None:
-    problem = trained_problem(gradients={"weights"})
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel(gradients={"weights"})
     routes = call.tensors["topk_weights"].detach(), call.topk_ids
     with pytest.raises(GradientError, match="out must be None"):
         kernel(call.tensors["hidden_states"].detach(), *routes, out=torch.empty_like(call.grad_out))
 
 
 def test_a_second_derivative_is_refused() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel()
     x = call.tensors["hidden_states"]
     out = kernel(x, call.tensors["topk_weights"], call.topk_ids)
     (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -221,9 +214,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_batched_gradients_are_those_of_each() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel()
     x = call.tensors["hidden_states"]
     out = kernel(x, call.tensors["topk_weights"], call.topk_ids)
     batch = torch.randn(2, *out.shape)
@@ -243,9 +234,7 @@ class _Noting(TorchFunctionMode):
 
 
 def test_modes_see_the_op() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel()
     with _Noting() as mode:
         kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
     assert torch.ops.moereg.moe_train in mode.called
@@ -295,9 +284,7 @@ class _Wrapping(torch.Tensor):
 
 
 def test_what_hooks_make_of_saved_tensors_reaches_the_op() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel()
     call.run(kernel)
     truth = call.gradients()
     _Wrapping.called.clear()
@@ -312,9 +299,7 @@ def test_what_hooks_make_of_saved_tensors_reaches_the_op() -> None:
 
 
 def test_weights_written_between_the_passes_are_an_error() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel()
     out = kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
     with torch.no_grad():
         call.tensors["w2"].mul_(2)
@@ -335,9 +320,7 @@ def test_a_layer_that_is_converted_between_the_passes_is_an_error(adapters: dict
 
 
 def test_a_graph_keeps_its_kernel() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    problem, call, kernel = drawn_kernel()
     out = kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
     # Eager code does without torch's dispatcher.
     assert type(out.grad_fn).__name__ == "_TrainBackward"
@@ -349,9 +332,7 @@ def test_a_graph_keeps_its_kernel() -> None:
 
 
 def test_a_deep_copy_trains_its_own_weights() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    _, call, kernel = drawn_kernel()
     copied = copy.deepcopy(kernel)
     call.run(copied)
     assert call.gradients().keys() == {"hidden_states", "topk_weights"}
@@ -423,9 +404,8 @@ def test_a_backend_with_a_fault_is_named(
     def shapes(self: Any, problem: Any, num_tokens: int) -> Any:
         return value
 
-    def apply_backward(
-        self: Any, grads: Any, grad_out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
-    ) -> None:
+    @functools.wraps(TorchTrainingExperts.apply_backward)
+    def apply_backward(self: Any, *_: Any, **given: Any) -> None:
         raise ZeroDivisionError
 
     members = {method: apply_backward if method == "apply_backward" else shapes}
@@ -460,10 +440,7 @@ def test_saved_tensors_do_not_overlap() -> None:
 
 
 def test_autocast_changes_no_number() -> None:
-    problem = trained_problem(dtype="bfloat16", **ADAPTED)
-    call = drawn_call(problem)
-    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
-    call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    _, call, layer = drawn_module(dtype="bfloat16", **ADAPTED)
     truth, wanted = call.run(layer), call.gradients()
     wide = call.tensors["hidden_states"].detach().float().requires_grad_()
     widened = call._replace(tensors=call.tensors | {"hidden_states": wide})
@@ -478,11 +455,22 @@ def test_autocast_changes_no_number() -> None:
         widened.run(layer)
 
 
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    _, call, layer = drawn_module(**ADAPTED)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        call.run(torch.nn.parallel.DistributedDataParallel(layer))
+    finally:
+        torch.distributed.destroy_process_group()
+    found = call.gradients()
+    call.run(layer)
+    assert all(torch.equal(found[name], gradient) for name, gradient in call.gradients().items())
+    assert found.keys() == call.tensors.keys()
+
+
 def test_a_backward_pass_by_the_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two tensors of a step lie in one place: launches are recorded by address."""
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
+    problem, call, kernel = drawn_kernel()
     given: list[list[int]] = []
     right = moereg.MoEKernel.run_backward
 

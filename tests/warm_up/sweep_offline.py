@@ -27,18 +27,18 @@ def main() -> None:
     platform = Platform.from_name(name)
     target = Target.of(platform.kind, platform.arch)
     assert target is not None
-    launches = become(target)
+    take = become(target)
     for values, counts in layers:
         selection = select_backend(MoEProblem.from_dict(values), platform=name, require="triton")
         assert selection.winner is not None
         experts = make_experts(selection, selection.winner)
         layer = DummyLayer(experts, next(empty_weights(experts)))
-        found, variants_found = _sweep([layer], launches, counts, jobs=1)
+        found, variants_found = _sweep([layer], take, counts, jobs=1)
         digests = {variant.digest for variant in variants_found}
         launched = []
         for count in counts:
             layer.call(count)
-            variants = launches.take()
+            variants = take()
             assert {variant.digest for variant in variants} <= digests, count
             launched.append([variant.name.rpartition(":")[2] for variant in variants])
         print(json.dumps({"counts": found, "launched": launched, "num_variants": len(digests)}))

@@ -33,17 +33,10 @@ _attach_while_compiling = torch.compiler.disable(attach, reason=NOT_IN_COMPILED_
 def call(
     module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts function that transformers calls.
+    """The experts function that transformers calls; a backward pass raises if neither moereg nor the module has one.
 
-    Args:
-        module: The experts module.
-        hidden_states: [T,H].
-        top_k_index: [T,K] int64, local experts; `num_experts` for other ranks' experts.
-        top_k_weights: [T,K] in fp32 or the model's dtype.
-
-    Returns:
-        [T,H] in the dtype of `hidden_states`. A backward pass raises `GradientError` if neither moereg nor the module's
-        own code has one.
+    `hidden_states` are [T,H], as is the result in their dtype, `top_k_index` [T,K] int64, local experts or
+    `num_experts` for other ranks', and `top_k_weights` [T,K] in fp32 or the model's dtype.
     """
     inputs = (hidden_states, top_k_index, top_k_weights)
     is_followed, is_compiling = follows(module, inputs), torch.compiler.is_compiling()

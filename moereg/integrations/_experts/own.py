@@ -33,20 +33,12 @@ def own_output(
 ) -> Any | None:
     """Output of a module's own code, on its own weights, where moereg does not train it or would have to copy them.
 
-    Args:
-        module: The experts, or the block around them whose forward is patched.
-        found: Their kernels, which read all weights again at their next call: training may write them in a way that
-            torch does not count.
-        is_followed: Whether autograd follows the call.
-        reason: Why moereg does not train it, as a clause.
-        ways: Calls of the module's own code by name, the first choice first; the first one that does not raise counts.
-        is_trained: Whether training is what moereg does not do; otherwise it reads no such weights in place.
-
-    Returns:
-        None where moereg is to infer: its own code has no backward either.
+    `module` may be the block around the experts whose forward is patched, `reason` is a clause, and the first of `ways`
+    that does not raise counts. Where not `is_trained`, moereg reads no such weights in place. None means that moereg is
+    to infer: the module's own code has no backward either.
     """
     if found is not None:
-        found.forget()
+        found.forget()  # Training may write weights in a way that torch does not count.
     kind = parametrize.type_before_parametrizations(module).__name__
     name, out, reasons = first_that_runs(ways, is_followed)
     if name and is_trained:

@@ -206,7 +206,7 @@ class ServedExperts:
                 except ArgumentError as error:
                     raise CopiesError(str(error)) from error
             kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
-        kernel.held.copied = None  # `follow_parameters` reloads it.
+        kernel.held.leave_to_owner()  # `follow_parameters` reloads it.
         # If the first choice fails its first check, the next one may have a layout of its own.
         if can_be_read and kernel.held.reads_in_place:
             kernel.held.read_from(functools.partial(_read_by, self._module, self.live.parameters))
@@ -312,13 +312,9 @@ class ServedExperts:
         topk_weights: torch.Tensor,
         tensors: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Runs the module.
+        """Runs the module on [..., H] and [T,K] of any float dtype; ids outside of its experts add nothing.
 
-        Args:
-            hidden_states: [..., H] in any float dtype; computed in the weights'.
-            topk_ids: [T,K] int32 or int64; ids outside the module's experts add nothing.
-            topk_weights: [T,K] in any float dtype.
-            tensors: Parameters of this call in compiled code, which a kernel that reads in place takes.
+        In compiled code, `tensors` are the parameters of this call, which a kernel that reads in place takes.
         """
         self.follow_parameters()
         live = self.live

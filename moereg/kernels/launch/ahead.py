@@ -136,11 +136,7 @@ class Variant:
         self._ask: Callable[[], Any] = lambda: _COMPILE(kernel, key, *arguments)
 
     def compile(self) -> tuple[Any, bool, float]:
-        """Compiles it, or finds it in the cache.
-
-        Returns:
-            The compiled kernel, whether it was in the cache, seconds.
-        """
+        """Compiles it, or finds it in the cache; returns the kernel, whether it was there, and seconds."""
         start = time.monotonic()
         with counted_compilations() as count:
             compiled = self._ask()
@@ -176,27 +172,13 @@ def counted_compilations() -> Iterator[CompilationCount]:
         knobs.compilation.listener = previous
 
 
-class Launches:
-    """Launches that a process for an absent device recorded instead of running."""
-
-    def __init__(self) -> None:
-        self._variants: list[Variant] = []
-
-    def take(self) -> list[Variant]:
-        """Returns the variants launched since the last call, in order."""
-        taken, self._variants = self._variants, []
-        return taken
-
-    def add(self, variant: Variant) -> None:
-        """Adds a launch."""
-        self._variants.append(variant)
-
-
-def become(target: Target) -> Launches:
+def become(target: Target) -> Callable[[], list[Variant]]:
     """Makes this process one for an absent device, permanently and for all threads: launches are only recorded.
 
-    Raises:
-        ValueError: this Triton cannot compile for the device.
+    Raises ValueError if this Triton cannot compile for the device.
+
+    Returns:
+        A function that returns the variants launched since its last call, in order.
     """
     try:
         triton.compiler.make_backend(target.gpu)
@@ -207,7 +189,7 @@ def become(target: Target) -> Launches:
     facts: Any = types.SimpleNamespace(multi_processor_count=_NUM_MULTIPROCESSORS)
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device=None: facts
-    launches = Launches()
+    launched: list[Variant] = []
     run = JITFunction.run
 
     def ask(self: Any, key: str, *arguments: Any) -> Variant:
@@ -217,12 +199,18 @@ def become(target: Target) -> Launches:
 
     def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         variant = run(self, *arguments, grid=grid, warmup=True, **options)
-        launches.add(variant)
+        launched.append(variant)
         return variant
 
     JITFunction._do_compile = ask
     JITFunction.run = note
-    return launches
+
+    def take() -> list[Variant]:
+        taken = launched[:]
+        launched.clear()
+        return taken
+
+    return take
 
 
 _NO_COMPILER: Final = "no C compiler works here, so the first launch of each kernel there needs one"

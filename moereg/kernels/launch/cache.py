@@ -46,21 +46,6 @@ def cache_folder() -> Path:
     return Path(knobs.cache.dir)
 
 
-def use(folder: Path) -> None:
-    """Makes Triton keep its cache in a folder, in this process and its children."""
-    os.environ["TRITON_CACHE_DIR"] = str(folder)
-
-
-def writing_fault(folder: Path) -> str | None:
-    """Why a folder, created if missing, cannot be written; None where it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return error.strerror or described(error)
-
-
 def compiler_facts(target: Target) -> dict[str, str]:
     """Everything that keys in the cache depend on besides a kernel and its arguments."""
     backend = triton.compiler.make_backend(target.gpu)
@@ -90,11 +75,7 @@ def _kernels_digest() -> str:
 
 
 def read_note(folder: Path) -> dict[str, Any] | None:
-    """The note of a folder that `moereg compile` filled, or None where there is none.
-
-    Raises:
-        ArgumentError: it cannot be read.
-    """
+    """The note of a folder that `moereg compile` filled, or None where there is none."""
     try:
         text = (folder / NOTE).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -117,11 +98,7 @@ def read_note(folder: Path) -> dict[str, Any] | None:
 
 
 def check_facts(folder: Path, note: Mapping[str, Any], facts: Mapping[str, str], platform_name: str) -> None:
-    """Checks that this process's Triton will find what was compiled for a platform.
-
-    Raises:
-        ArgumentError: Triton would compile everything again, or nothing in the folder is for that platform.
-    """
+    """Checks that this process's Triton will find what was compiled for a platform, and that something was."""
     layers = [layer for layer in note["layers"] if layer["platform"] == platform_name]
     if not layers:
         made_for = ", ".join(sorted({layer["platform"] for layer in note["layers"]})) or "nothing"
@@ -145,32 +122,22 @@ def write_note(folder: Path, layers: list[dict[str, Any]]) -> None:
     _replace(folder / NOTE, {"schema": _SCHEMA, "root": str(folder), "layers": layers})
 
 
-def move_in(folder: Path, note: Mapping[str, Any]) -> int:
-    """Rewrites the paths in a folder that was made elsewhere, so that Triton finds its files.
-
-    Returns:
-        Number of rewritten file lists; 0 where the folder has not moved.
-
-    Raises:
-        ArgumentError: the folder has moved and cannot be written.
-    """
+def move_in(folder: Path, note: Mapping[str, Any]) -> None:
+    """Rewrites the paths in a folder that was made elsewhere, so that Triton finds its files."""
     if note["root"] == str(folder):
-        return 0
-    num_written = 0
+        return
     try:
         for group in folder.glob("*/__grp__*.json"):
             paths = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
             here = {name: str(group.parent / Path(path).name) for name, path in paths.items()}
             if here != paths:
                 _replace(group, {"child_paths": here})
-                num_written += 1
         write_note(folder, note["layers"])
     except OSError as error:
         raise ArgumentError(
             f"the kernels in {folder} were compiled in {note['root']}, and the paths in it cannot be rewritten "
             f"({error.strerror or described(error)}); put it there, or where it can be written"
         ) from None
-    return num_written
 
 
 def _replace(file: Path, values: Mapping[str, Any]) -> None:

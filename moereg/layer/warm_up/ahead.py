@@ -113,13 +113,10 @@ def ask(
     weights: dict[str, Any] | None = None,
     shared_bytes: int | None = None,
 ) -> Ahead:
-    """Lets another process compile into this process's Triton cache.
+    """Lets another process compile into this process's Triton cache; arguments as in `compile_ahead`.
 
-    Args:
-        selection, counts, jobs: As in `compile_ahead`.
-        has_map: Whether calls have an expert map.
-        weights: The result of `described`; None means all that a checkpoint may hold.
-        shared_bytes: Most shared memory of a program, according to a device that is present.
+    `has_map` says that calls have an expert map, `weights` is the result of `described`, or None for all that a
+    checkpoint may hold, and `shared_bytes` the most shared memory of a program on a device that is present.
     """
     winner = selection.winner
     assert winner is not None

@@ -53,13 +53,7 @@ class WarmUp:
 
     @classmethod
     def of_ranges(cls, backend: str, counts: tuple[int, ...], parts: Sequence[WarmUp]) -> WarmUp:
-        """Sums up what was done for the ranges of a plan.
-
-        Args:
-            backend: The open range's.
-            counts: Numbers of tokens of all ranges, ascending.
-            parts: The ranges that serve some of them, at least one.
-        """
+        """Sums up what was done for the ranges of a plan; the backend is the open range's."""
         return cls(
             backend,
             counts,
@@ -101,15 +95,7 @@ class WarmUp:
 
 
 def check_token_counts(token_counts: object, most: int | None = None) -> tuple[int, ...]:
-    """Checks and sorts numbers of tokens.
-
-    Args:
-        token_counts: Whole numbers, 0 allowed; None means 1 to `most`.
-        most: Most tokens of a call, if known; None means 16,384.
-
-    Raises:
-        ArgumentError: A number is negative or no integer, or there is none.
-    """
+    """Checks and sorts numbers of tokens, without 0; None means 1 to `most`, or to 16,384 if that is not known."""
     if token_counts is None:
         return tuple(range(1, (most or _LARGEST_COUNT) + 1))
     if isinstance(token_counts, (str, bytes)) or not isinstance(token_counts, Iterable):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from moereg._version import __version__
-from moereg.errors import ArgumentError
+from moereg.errors import ArgumentError, described
 from moereg.layer.warm_up.result import summary_of
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
@@ -43,12 +44,17 @@ def note_layer(
 
 
 def check_writable(folder: Path, is_named: bool = False) -> None:
-    """Checks that kernels can be compiled into a folder: one that was named, or else Triton's own."""
-    from moereg.kernels.launch import cache
-
-    if (fault := cache.writing_fault(folder)) is not None:
+    """Checks that kernels can be compiled into a folder, made if missing: one that was named, or else Triton's own."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
         cure = "name another one" if is_named else "set TRITON_CACHE_DIR to one that can"
-        raise ArgumentError(f"kernels are compiled into a folder that can be written, got {folder} ({fault}); {cure}")
+        fault = error.strerror or described(error)
+        raise ArgumentError(
+            f"kernels are compiled into a folder that can be written, got {folder} ({fault}); {cure}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -65,7 +71,7 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
     if note is not None and any(layer["platform"] == str(platform) for layer in note["layers"]):
         check_shipped(place, platform)
     before = os.environ.get("TRITON_CACHE_DIR")
-    cache.use(place)
+    os.environ["TRITON_CACHE_DIR"] = str(place)
     try:
         yield place
     finally:
@@ -111,7 +117,5 @@ def use_shipped_kernels(platform: Platform) -> None:
             f"{KERNEL_CACHE} must name a folder that `moereg compile --cache` has filled, got {name}; leave it unset "
             "for Triton's own cache"
         )
-    from moereg.kernels.launch import cache
-
-    cache.use(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)  # For its children, too.
     _USED.add((name, str(platform)))

@@ -25,7 +25,7 @@ import torch
 
 from moereg.errors import ArgumentError, MoeregError, described
 from moereg.kernels.launch import cache
-from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, become
+from moereg.kernels.launch.ahead import HostBuilder, Target, Variant, become
 from moereg.layer import backend_calls
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
 from moereg.selection.modules import import_modules
@@ -66,7 +66,7 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     if target is None or winner is None or winner.cell is None:
         return {"fault": "its class is not registered in a process of its own"}
     try:
-        launches = become(target)
+        take = become(target)
     except ValueError as error:
         raise ArgumentError(f"{error}; compile where it has one") from None
     experts = backend_calls.make_experts(selection, winner)
@@ -78,7 +78,7 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     moves = moving_kernels(selection.problem, platform)
     layers = [DummyLayer(experts, each, asked_map, moves=moves) for each in weights]
     try:
-        counts, variants = _sweep(layers, launches, request["counts"], request["jobs"])
+        counts, variants = _sweep(layers, take, request["counts"], request["jobs"])
     except _NothingAheadError as fault:
         return {"fault": str(fault)}
     # Kernels that move tokens exist for every backend, even one without kernels of its own.
@@ -92,7 +92,7 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def _sweep(
-    layers: Sequence[DummyLayer], launches: Launches, counts: Sequence[int], jobs: int
+    layers: Sequence[DummyLayer], take: Callable[[], list[Variant]], counts: Sequence[int], jobs: int
 ) -> tuple[list[int], list[Variant]]:
     """Runs the launch code at every number of tokens.
 
@@ -105,7 +105,7 @@ def _sweep(
         for layer in layers:
             with torch.no_grad():
                 layer.call(count)
-            found.append(launches.take())
+            found.append(take())
         return found
 
     def fault_of(error: Exception) -> str:
