@@ -346,7 +346,13 @@ class MoEKernel:
         tokens: Tokens,
         tensors: CallTensors,
     ) -> None:
-        """Overwrites gradients of a call of `run_saving`; arguments as in `TrainingCalls.backward`."""
+        """Computes gradients of a call of `run_saving`.
+
+        Args:
+            gradients: Tensors to overwrite, by the names of `Gradients`.
+            grad_out: [T,H] in the problem's dtype, contiguous.
+            saved, tokens, tensors: As in that call.
+        """
         self._training.backward(tokens, self._reads(tensors), saved, gradients, grad_out)
 
     def _reads(self, tensors: CallTensors) -> Reads:
