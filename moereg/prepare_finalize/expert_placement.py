@@ -72,6 +72,10 @@ class ExpertPlacement:
     def contiguous(cls, num_experts: int, num_ranks: int) -> ExpertPlacement:
         """Slices of equal size, in order, without replicas: the default placement.
 
+        Args:
+            num_experts: Experts of the layer.
+            num_ranks: Ranks of the group.
+
         Raises:
             ArgumentError: The ranks do not divide the experts.
         """

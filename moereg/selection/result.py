@@ -342,7 +342,15 @@ class Selection(Choice[Decision]):
 
     @classmethod
     def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
-        """Inverse of `to_json`; arguments and errors as in `from_dict`."""
+        """Inverse of `to_json`.
+
+        Args:
+            text: The JSON.
+            cells: As in `from_dict`.
+
+        Raises:
+            ArgumentError: The text is no JSON, or `from_dict` refuses it.
+        """
         return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
     @classmethod

@@ -106,7 +106,12 @@ class ExpertWeights:
 
     @classmethod
     def unchecked(cls, tensors: Mapping[str, torch.Tensor], quant: QuantScheme) -> ExpertWeights:
-        """Weights of a scheme, by field name, that are not checked: for parts of weights that were."""
+        """Weights that are not checked: for parts of weights that were.
+
+        Args:
+            tensors: By field name.
+            quant: Their scheme.
+        """
         weights = object.__new__(cls)
         for field in dataclasses.fields(cls):
             object.__setattr__(weights, field.name, quant if field.name == "quant" else tensors.get(field.name))
