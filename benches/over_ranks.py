@@ -50,8 +50,8 @@ from moereg.prepare_finalize.eplb import balance_experts, count_routes
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
 from moereg.prepare_finalize.wire import PlainWire, Wire
 from moereg.runtime.memory import format_bytes
+from moereg.selection.dispatcher import explain_dispatchers
 from moereg.selection.modules import import_modules
-from moereg.selection.movement import explain_movements
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
@@ -76,7 +76,7 @@ class Job:
     """
 
     problem: MoEProblem
-    ways: Sequence[str] = ()
+    dispatchers: Sequence[str] = ()
     batches: Sequence[int] = (1,)
     tokens: Sequence[int] = ()
     routings: Sequence[str] = ("uniform",)
@@ -128,8 +128,8 @@ class Rank:
                 calls[routing] = (whole[0], [Call(*(tensor[own].clone() for tensor in call)) for call in whole])
                 del whole
             alone_us = {routing: self._one_rank_us(num_tokens, routing) for routing in calls}
-            for way, num_batches in itertools.product(self.job.ways, self.job.batches):
-                yield from self._rows_of(way, num_batches, num_tokens, calls, alone_us)
+            for dispatcher, num_batches in itertools.product(self.job.dispatchers, self.job.batches):
+                yield from self._rows_of(dispatcher, num_batches, num_tokens, calls, alone_us)
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
 
@@ -147,17 +147,17 @@ class Rank:
 
     def _rows_of(
         self,
-        way: str,
+        dispatcher: str,
         num_batches: int,
         num_tokens: int,
         calls: dict[str, tuple[Call, list[Call]]],
         alone_us: dict[str, float | None],
     ) -> Iterator[dict[str, Any]]:
         problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
-        empty = {"way": way, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
+        empty = {"dispatcher": dispatcher, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
         kernel, failure = None, ""
         try:
-            kernel = self._make_kernel(problem, way, num_batches)
+            kernel = self._make_kernel(problem, dispatcher, num_batches)
         except GroupError:
             raise
         except MoeregError as error:
@@ -182,16 +182,16 @@ class Rank:
             return (chosen,)
         return (chosen, PlainWire(self.problem))
 
-    def _make_kernel(self, problem: MoEProblem, way: str, num_batches: int) -> MoEKernel:
+    def _make_kernel(self, problem: MoEProblem, dispatcher: str, num_batches: int) -> MoEKernel:
         room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
         room *= self.problem.torch_dtype.itemsize
-        if way == "low_latency" and room > _LARGEST_ROOM:
+        if dispatcher == "low_latency" and room > _LARGEST_ROOM:
             raise MoeregError(f"left out: room for every token at every expert takes {format_bytes(room)} a rank")
         return make_kernel(
             problem,
             self.weights,
             group=dist.group.WORLD,
-            prepare_finalize=way,
+            prepare_finalize=dispatcher,
             expert_placement=self.placement,
             num_batches=num_batches,
         )
@@ -388,7 +388,7 @@ def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 HEAD: Final = (
-    *("T", "routing", "way", "wire", "backend", "us", "alone us", "x", "bare us", "x(alone+bare)"),
+    *("T", "routing", "dispatcher", "wire", "backend", "us", "alone us", "x", "bare us", "x(alone+bare)"),
     *("how", "bits", "error", "whole"),
 )
 """Columns of `cells`: `alone` is a rank's experts with as many routes without a group, `bare` the collectives alone."""
@@ -396,8 +396,8 @@ HEAD: Final = (
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row for people."""
-    way = f"{row['way']}, {row['batches']} parts" if row["batches"] > 1 else row["way"]
-    found = [f"{row['tokens']:,}", row["routing"], way, row["wire"], row["backend"] or ""]
+    dispatcher = f"{row['dispatcher']}, {row['batches']} parts" if row["batches"] > 1 else row["dispatcher"]
+    found = [f"{row['tokens']:,}", row["routing"], dispatcher, row["wire"], row["backend"] or ""]
     if row["failure"] or not row["passed"]:
         wrong = row["failure"] or f"WRONG {row['relative_error']} > {row['tolerance']}"
         return [*found, cell(wrong), *[""] * (len(HEAD) - len(found) - 1)]
@@ -429,12 +429,12 @@ def run_rank(options: argparse.Namespace, platform: Platform) -> int:
     if options.replicas is not None:
         held = (problem.num_experts + options.replicas) // size
         asked = dataclasses.replace(asked, num_local_experts=held, placement="map")
-    movement = explain_movements(asked, group, platform, require=options.ways)
-    if movement.winner is None:
-        raise MoeregError(f"no token dispatcher fits:\n{movement.table()}")
+    dispatcher = explain_dispatchers(asked, group, platform, require=options.dispatchers)
+    if dispatcher.winner is None:
+        raise MoeregError(f"no token dispatcher fits:\n{dispatcher.table()}")
     job = Job(
         problem,
-        tuple(dict.fromkeys(decision.name for decision in movement.accepted)),
+        tuple(dict.fromkeys(decision.name for decision in dispatcher.accepted)),
         options.batches,
         counts,
         options.routing,
@@ -502,7 +502,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--platform", choices=("cpu",), help="cpu, on a machine that has GPUs")
     parser.add_argument("--module", action="append", default=[], help="a module or file that registers backends")
-    parser.add_argument("--ways", help="token dispatchers, as a,b; all that fit if left out")
+    parser.add_argument("--dispatchers", help="token dispatchers, as a,b; all that fit if left out")
     parser.add_argument("--tokens", type=_counts, help="of each rank, as 1,64")
     parser.add_argument("--routing", type=_routings, default=("uniform",), help="as uniform,zipf")
     parser.add_argument("--batches", type=_counts, default=(1,), help="parts into which calls are cut, as 1,2")

@@ -18,8 +18,8 @@ A kernel
 
 Many GPUs
     `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from measured
-    loads. `make_kernel(..., group=group)` makes a layer with experts on many ranks; `select_movement` and
-    `explain_movements` choose its token dispatcher.
+    loads. `make_kernel(..., group=group)` makes a layer with experts on many ranks; `select_dispatcher` and
+    `explain_dispatchers` choose its token dispatcher.
 
 A backend of your own
     `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from moereg.prepare_finalize.eplb import balance_experts
     from moereg.prepare_finalize.expert_placement import ExpertPlacement
     from moereg.registry import register_moe_backend
+    from moereg.selection.dispatcher import explain_dispatchers, select_dispatcher
     from moereg.selection.loader import list_backends
-    from moereg.selection.movement import explain_movements, select_movement
     from moereg.spec.activations import Activation
     from moereg.spec.problem import MoEProblem
     from moereg.spec.quant_schemes import QuantScheme
@@ -105,14 +105,14 @@ __all__ = [
     "__version__",
     "balance_experts",
     "explain_backends",
-    "explain_movements",
+    "explain_dispatchers",
     "list_backends",
     "load_experts",
     "make_kernel",
     "register_moe_backend",
     "register_prepare_finalize",
     "select_backend",
-    "select_movement",
+    "select_dispatcher",
 ]
 
 
@@ -128,7 +128,7 @@ _NAMES_OF: Final = {
     "moereg.prepare_finalize.expert_placement": "ExpertPlacement",
     "moereg.layer.factory": "MoEKernel make_kernel",
     "moereg.nn.module": "MoELayer",
-    "moereg.selection.movement": "explain_movements select_movement",
+    "moereg.selection.dispatcher": "explain_dispatchers select_dispatcher",
     "moereg.platforms": "Platform",
     "moereg.prepare_finalize": "register_prepare_finalize",
     "moereg.spec.problem": "MoEProblem",

@@ -7,12 +7,12 @@ from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance, tolerance
 from moereg.platforms import Platform, PlatformKind, PlatformRule
 from moereg.prepare_finalize import (
+    DispatcherCell,
+    DispatcherFacts,
     Group,
     GroupFacts,
     GroupPrepareFinalize,
     Moved,
-    MovementCell,
-    MovementFacts,
     Prepared,
     PrepareFinalize,
     register_prepare_finalize,
@@ -32,6 +32,8 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 __all__ = [
     "API_VERSION",
     "BackendCell",
+    "DispatcherCell",
+    "DispatcherFacts",
     "ExpertAdapters",
     "ExpertInputs",
     "ExpertWeights",
@@ -43,8 +45,6 @@ __all__ = [
     "GroupPrepareFinalize",
     "MoEProblem",
     "Moved",
-    "MovementCell",
-    "MovementFacts",
     "PermutedWeights",
     "PlacementTables",
     "PlainWire",

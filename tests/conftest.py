@@ -86,14 +86,14 @@ def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def isolated_registry() -> Iterator[BackendRegistry]:
     """The global registry with all backends loaded; a test's additions are gone afterwards."""
-    from moereg.prepare_finalize import MOVEMENTS
+    from moereg.prepare_finalize import DISPATCHERS
     from moereg.selection.loader import load_backends
 
     load_backends()
-    before, movements = REGISTRY.cells, MOVEMENTS.cells
+    before, dispatchers = REGISTRY.cells, DISPATCHERS.cells
     yield REGISTRY
     REGISTRY.restore(before)
-    MOVEMENTS.restore(movements)
+    DISPATCHERS.restore(dispatchers)
 
 
 @pytest.fixture

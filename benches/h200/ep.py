@@ -1,9 +1,9 @@
-"""Layers over all GPUs of this machine, way by way, the rows that matter most first, until a time is over.
+"""Layers over all GPUs of this machine, dispatcher by dispatcher, rows that matter most first, until a time is over.
 
 `python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `benches.over_ranks`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
 that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `halves`, `more`,
-`zipf`, `sums` and `room`, in this order; all where none is named. Names of ways and layers leave out others.
+`zipf`, `sums` and `room`, in this order; all where none is named. Names of dispatchers and layers leave out others.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def problem_of(layer: str) -> MoEProblem:
 
 
 class Item(NamedTuple):
-    """One measurement: some ways at one number of tokens and one routing; `batches` parts of a call."""
+    """One measurement: some dispatchers at one number of tokens and one routing; `batches` parts of a call."""
 
     part: str
     layer: str
     tokens: int
     routing: str
-    ways: tuple[str, ...]
+    dispatchers: tuple[str, ...]
     batches: int = 1
 
 
@@ -60,7 +60,7 @@ def items(names: tuple[str, ...]) -> list[Item]:
     """Everything that is named, what matters most first.
 
     Raises:
-        ValueError: A name is of no part, layer or way.
+        ValueError: A name is of no part, layer or dispatcher.
     """
     both, found = ("all_gather", "all_to_all"), []
     for tokens in (8192, 64):
@@ -75,13 +75,20 @@ def items(names: tuple[str, ...]) -> list[Item]:
         found += [Item("sums", layer, tokens, "uniform", ("all_to_all_sums",)) for layer in LAYERS]
     for tokens in (64, 1, 1024):
         found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
-    groups = {item.part for item in found}, set(LAYERS), {way for item in found for way in item.ways}
+    groups = (
+        {item.part for item in found},
+        set(LAYERS),
+        {dispatcher for item in found for dispatcher in item.dispatchers},
+    )
     if unknown := sorted(set(names).difference(*groups)):
         known = "; ".join(", ".join(sorted(group)) for group in groups)
-        raise ValueError(f"names must be of parts, layers and ways ({known}), got {', '.join(unknown)}")
-    parts, layers, ways = (group.intersection(names) or group for group in groups)
-    found = [item._replace(ways=tuple(way for way in item.ways if way in ways)) for item in found]
-    return [item for item in found if item.ways and item.part in parts and item.layer in layers]
+        raise ValueError(f"names must be of parts, layers and dispatchers ({known}), got {', '.join(unknown)}")
+    parts, layers, dispatchers = (group.intersection(names) or group for group in groups)
+    found = [
+        item._replace(dispatchers=tuple(dispatcher for dispatcher in item.dispatchers if dispatcher in dispatchers))
+        for item in found
+    ]
+    return [item for item in found if item.dispatchers and item.part in parts and item.layer in layers]
 
 
 def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
@@ -121,7 +128,7 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
         of_layer = layers[item.layer]
         of_layer.job = dataclasses.replace(
             of_layer.job,
-            ways=item.ways,
+            dispatchers=item.dispatchers,
             batches=(item.batches,),
             tokens=(item.tokens,),
             routings=(item.routing,),

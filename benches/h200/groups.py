@@ -35,7 +35,7 @@ LAYERS: Final[dict[str, Any]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8},
     "deepseek-v3/8": {"num_experts": 32, "hidden_size": 7168, "intermediate_size": 2048, "top_k": 8},
 }
-WAYS: Final = ("all_gather", "low_latency", "all_to_all")
+DISPATCHERS: Final = ("all_gather", "low_latency", "all_to_all")
 TOKENS: Final = (1, 16, 64, 256)
 CALLS: Final = 50
 
@@ -66,12 +66,12 @@ def replayed(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def bare(moves: GroupPrepareFinalize, num_tokens: int, way: str) -> Callable[[], Any]:
+def bare(moves: GroupPrepareFinalize, num_tokens: int, dispatcher: str) -> Callable[[], Any]:
     """The collectives that a call makes, on bytes of its own."""
     problem, size = moves.problem, moves.group.size
     row = moves.wire.bytes_per_token + 8 * problem.top_k
     back = problem.hidden_size * problem.torch_dtype.itemsize
-    if way == "all_gather":
+    if dispatcher == "all_gather":
         sent = torch.zeros(num_tokens, row, dtype=torch.uint8, device="cuda")
         gathered = torch.zeros(size * num_tokens, row, dtype=torch.uint8, device="cuda")
         sums = torch.zeros(size * num_tokens, problem.hidden_size, dtype=problem.torch_dtype, device="cuda")
@@ -82,8 +82,8 @@ def bare(moves: GroupPrepareFinalize, num_tokens: int, way: str) -> Callable[[],
             moves.group.reduce_scatter(mine, sums, "bytes")
 
         return gather_and_reduce
-    rows = problem.num_experts * num_tokens if way == "low_latency" else num_tokens * min(size, problem.top_k)
-    results = rows if way == "low_latency" else num_tokens * problem.top_k
+    rows = problem.num_experts * num_tokens if dispatcher == "low_latency" else num_tokens * min(size, problem.top_k)
+    results = rows if dispatcher == "low_latency" else num_tokens * problem.top_k
     rows, results = -(-rows // size) * size, -(-results // size) * size
     there = torch.zeros(2, rows, moves.wire.bytes_per_token, dtype=torch.uint8, device="cuda")
     home = torch.zeros(2, results, back, dtype=torch.uint8, device="cuda")
@@ -101,15 +101,15 @@ def weights_of(share: MoEProblem) -> ExpertWeights:
     return make_weights(share, torch.device("cuda"))
 
 
-def row_of(layer: str, num_tokens: int, way: str, quant: str) -> dict[str, Any]:
+def row_of(layer: str, num_tokens: int, dispatcher: str, quant: str) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    can_capture = not way.startswith("all_to_all")
+    can_capture = not dispatcher.startswith("all_to_all")
     problem = MoEProblem(**LAYERS[layer], quant=quant, max_num_tokens=num_tokens, graph_capture=can_capture)
     share = dataclasses.replace(
         problem, num_local_experts=problem.num_experts // size, max_num_tokens=None, graph_capture=False
     )
-    kernel = make_kernel(problem, weights_of(share), group=dist.group.WORLD, prepare_finalize=way)
+    kernel = make_kernel(problem, weights_of(share), group=dist.group.WORLD, prepare_finalize=dispatcher)
     moves = kernel.prepare_finalize
     assert isinstance(moves, GroupPrepareFinalize)
     hidden_states = torch.randn(num_tokens, problem.hidden_size, device="cuda").bfloat16()
@@ -120,14 +120,14 @@ def row_of(layer: str, num_tokens: int, way: str, quant: str) -> dict[str, Any]:
     alone = experts_alone(kernel, arrived)
     measured: dict[str, Callable[[], Any]] = {
         "experts": alone,
-        "collectives": bare(moves, num_tokens, way),
+        "collectives": bare(moves, num_tokens, dispatcher),
         "call": lambda: kernel(*inputs, out=out),
     }
     if can_capture:
         measured = {name: replayed(run) for name, run in measured.items()}
     found = {name: median_us(run) for name, run in measured.items()}
     found["beyond"] = found["call"] - found["experts"] - found["collectives"]
-    return {"layer": layer, "quant": quant, "way": way, "ranks": size, "tokens": num_tokens, **found}
+    return {"layer": layer, "quant": quant, "dispatcher": dispatcher, "ranks": size, "tokens": num_tokens, **found}
 
 
 def experts_alone(kernel: MoEKernel, arrived: Any) -> Callable[[], Any]:
@@ -149,10 +149,12 @@ def experts_alone(kernel: MoEKernel, arrived: Any) -> Callable[[], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; all where none is named")
+    parser.add_argument(
+        "dispatchers", nargs="*", metavar="DISPATCHER", help=f"of {', '.join(DISPATCHERS)}; all where none is named"
+    )
     options = parser.parse_args()
-    if unknown := sorted({*options.ways}.difference(WAYS)):
-        parser.error(f"ways are {', '.join(WAYS)}, got {', '.join(unknown)}")
+    if unknown := sorted({*options.dispatchers}.difference(DISPATCHERS)):
+        parser.error(f"dispatchers are {', '.join(DISPATCHERS)}, got {', '.join(unknown)}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
     if "RANK" in os.environ:
@@ -163,17 +165,17 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     platform = current_platform()
     where = provenance(platform, ("torch", "triton"))
-    for way in options.ways or WAYS:
+    for dispatcher in options.dispatchers or DISPATCHERS:
         for layer in LAYERS:
             for quant in ("unquantized", "fp8_block128"):
                 for num_tokens in TOKENS:
                     try:
-                        row = row_of(layer, num_tokens, way, quant)
+                        row = row_of(layer, num_tokens, dispatcher, quant)
                     except Exception as error:
                         row = {
                             "layer": layer,
                             "quant": quant,
-                            "way": way,
+                            "dispatcher": dispatcher,
                             "tokens": num_tokens,
                             "error": str(error)[:300],
                         }
@@ -187,7 +189,7 @@ def main() -> None:
 
 def show(row: dict[str, Any]) -> str:
     """A line of the table."""
-    head = f"| {row['way']} | {row['layer']} | {row['quant']} | {row['tokens']} | "
+    head = f"| {row['dispatcher']} | {row['layer']} | {row['quant']} | {row['tokens']} | "
     if "error" in row:
         return f"{head}{row['error']} |"
     return head + " | ".join(f"{row[name]:.1f}" for name in ("experts", "collectives", "call", "beyond")) + " |"

@@ -1,4 +1,4 @@
-"""The model: bytes that each way puts on the wire, and the time of a layer out of measured kernels and collectives.
+"""The model: bytes that each dispatcher puts on the wire, and a layer's time out of measured kernels and collectives.
 
 All ranks have T tokens of their own. A call takes as long as its slowest rank; nothing overlaps. Times are in
 microseconds, rates in bytes or operations a microsecond.
@@ -24,10 +24,10 @@ from moereg.spec.problem import MoEProblem
 __all__ = [
     "ASSUMED",
     "LAYERS",
-    "WAYS",
+    "MODELLED",
     "Cost",
+    "Dispatcher",
     "Layer",
-    "Way",
     "alone",
     "bare_us",
     "cost",
@@ -74,7 +74,7 @@ LAYERS: Final = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Dispatcher:
     """A token dispatcher.
 
     Attributes:
@@ -98,17 +98,17 @@ class Way:
         return self.name.endswith(", fp8")
 
 
-WAYS: Final = (
-    Way("all_to_all", False, "each token once to each rank with one of its experts; one row per route back"),
-    Way("all_to_all, fp8", False, "the same with tokens in 8 bits, rows back in 16"),
-    Way("all_to_all, sums", False, "`all_to_all_sums`: as the first, but one row per rank back, summed there"),
-    Way("all_gather", True, "all tokens to all ranks; a reduce-scatter of sums back"),
-    Way("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
-    Way("low_latency", True, "over NCCL: T slots per rank at each expert, filled or not, both ways"),
+MODELLED: Final = (
+    Dispatcher("all_to_all", False, "each token once to each rank with one of its experts; one row per route back"),
+    Dispatcher("all_to_all, fp8", False, "the same with tokens in 8 bits, rows back in 16"),
+    Dispatcher("all_to_all, sums", False, "`all_to_all_sums`: as the first, but one row per rank back, summed there"),
+    Dispatcher("all_gather", True, "all tokens to all ranks; a reduce-scatter of sums back"),
+    Dispatcher("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
+    Dispatcher("low_latency", True, "over NCCL: T slots per rank at each expert, filled or not, both ways"),
 )
 
 
-_SUMS: Final = next(way for way in WAYS if way.name == "all_to_all, sums")
+_SUMS: Final = next(dispatcher for dispatcher in MODELLED if dispatcher.name == "all_to_all, sums")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +182,10 @@ def row_bytes(problem: MoEProblem, coded: bool) -> int:
     return token + problem.top_k * 8
 
 
-def wire_bytes(layer: Layer, way: Way, num_tokens: int, ranks: Sequence[Share]) -> tuple[float, float]:
+def wire_bytes(layer: Layer, dispatcher: Dispatcher, num_tokens: int, ranks: Sequence[Share]) -> tuple[float, float]:
     """Bytes that the busiest rank sends or receives, whichever is more: on the way out, and on the way back."""
     problem, others = layer.problem, len(ranks) - 1
-    out, back = row_bytes(problem, way.coded), problem.hidden_size * problem.torch_dtype.itemsize
+    out, back = row_bytes(problem, dispatcher.coded), problem.hidden_size * problem.torch_dtype.itemsize
     # A rank sends to all others, and the busiest one receives from all others.
     tokens = max(sum(share.reached for share in ranks) / len(ranks), max(share.reached for share in ranks)) * others
     routes = max(share.routes for share in ranks) * others
@@ -197,15 +197,15 @@ def wire_bytes(layer: Layer, way: Way, num_tokens: int, ranks: Sequence[Share]) 
         "all_gather": (others, others),
         "all_gather, fp8": (others, others),
         "low_latency": (room, room),
-    }[way.name]
+    }[dispatcher.name]
     return num_tokens * rows_out * out, num_tokens * rows_back * back
 
 
-def cost(layer: Layer, way: Way, num_ranks: int, num_tokens: int, routing: str, balanced: bool) -> Cost:
+def cost(layer: Layer, dispatcher: Dispatcher, num_ranks: int, num_tokens: int, routing: str, balanced: bool) -> Cost:
     """The time of a call, on average over the orders in which experts may lie."""
     problem = layer.problem
     found = [
-        _cost(layer, way, num_tokens, ranks, routing)
+        _cost(layer, dispatcher, num_tokens, ranks, routing)
         for ranks in shares(problem.num_experts, num_ranks, problem.top_k, routing, balanced)
     ]
     parts = zip(*(dataclasses.astuple(one) for one in found), strict=True)
@@ -217,12 +217,12 @@ def alone(layer: Layer, num_ranks: int, num_tokens: int, routing: str = "uniform
     return cost(layer, _SUMS, num_ranks, num_tokens, routing, balanced).kernel_us
 
 
-def in_halves(layer: Layer, way: Way, num_ranks: int, num_tokens: int) -> float:
+def in_halves(layer: Layer, dispatcher: Dispatcher, num_ranks: int, num_tokens: int) -> float:
     """The time of a call in two parts, under uniform routing.
 
     The first part's tokens and the last part's results move alone, everything else beside the other part's experts.
     """
-    half = cost(layer, way, num_ranks, num_tokens // 2, "uniform", balanced=False)
+    half = cost(layer, dispatcher, num_ranks, num_tokens // 2, "uniform", balanced=False)
     moved = half.move_us + half.rows_us
     return moved + max(2 * half.kernel_us, moved)
 
@@ -235,26 +235,26 @@ def bare_us(layer: Layer, num_ranks: int, num_tokens: int, captured: bool = Fals
     return sum(_collective("all_to_all_single", sent, num_ranks, captured) for sent in (out, back))
 
 
-def _cost(layer: Layer, way: Way, num_tokens: int, ranks: Sequence[Share], routing: str) -> Cost:
+def _cost(layer: Layer, dispatcher: Dispatcher, num_tokens: int, ranks: Sequence[Share], routing: str) -> Cost:
     problem, size = layer.problem, len(ranks)
-    out, back = wire_bytes(layer, way, num_tokens, ranks)
-    kernel = max(_kernel_us(layer, share, num_tokens * size, routing, way) for share in ranks)
+    out, back = wire_bytes(layer, dispatcher, num_tokens, ranks)
+    kernel = max(_kernel_us(layer, share, num_tokens * size, routing, dispatcher) for share in ranks)
     rate = _load("h200_table_bf16.json")["ceilings"]["read_tbps"] * 1e6 * ASSUMED.pass_rate
     token = problem.hidden_size * problem.torch_dtype.itemsize
-    if way.registered == "all_gather":
+    if dispatcher.registered == "all_gather":
         move = _collective("all_gather_into_tensor", out, size, captured=True)
         move += _collective("reduce_scatter_tensor", back, size, captured=True)
         # Codes are restored for experts that round again.
-        restored = 2 * num_tokens * size * token if way.coded else 0
+        restored = 2 * num_tokens * size * token if dispatcher.coded else 0
         return Cost(kernel, move, ASSUMED.gather_us + restored / rate)
     # Rows are read and written before they leave, and read and summed when they are back.
     passed = 2 * out + back + num_tokens * token
-    if way.registered == "all_to_all":
+    if dispatcher.registered == "all_to_all":
         # A row for each route that arrived, since weights are applied at home.
         passed += 2 * max(share.routes for share in ranks) * num_tokens * size * token
     rows = ASSUMED.sort_us + passed / rate
     move = sum(_collective("all_to_all_single", sent, size, captured=True) for sent in (out, back))
-    if way.captured:
+    if dispatcher.captured:
         return Cost(kernel, move, rows)
     sizes = _collective("all_to_all_single", 16.0 * size, size, captured=True)
     return Cost(kernel, move + sizes, rows, ASSUMED.eager_us)
@@ -290,7 +290,7 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def _kernel_us(layer: Layer, share: Share, num_tokens: float, routing: str, way: Way) -> float:
+def _kernel_us(layer: Layer, share: Share, num_tokens: float, routing: str, dispatcher: Dispatcher) -> float:
     """A rank's experts: their roofline over the share of it that the layer reached with as many rows an expert."""
     problem = layer.problem
     routes = share.routes * num_tokens
@@ -300,7 +300,7 @@ def _kernel_us(layer: Layer, share: Share, num_tokens: float, routing: str, way:
         or ceilings["float8_e4m3fn_tflops" if problem.quant.activation is not None else "bfloat16_tflops"]
     )
     matrices = (problem.activation.num_halves + 1) * problem.hidden_size * problem.intermediate_size
-    rows = num_tokens if way.registered == "all_gather" else num_tokens * share.reached
+    rows = num_tokens if dispatcher.registered == "all_gather" else num_tokens * share.reached
     token = problem.hidden_size * problem.torch_dtype.itemsize
     moved = share.active(num_tokens) * expert_bytes(problem) + 2 * rows * token
     roof = max(moved / ceilings["read_tbps"] / 1e6, 2 * routes * matrices / rate / 1e6)

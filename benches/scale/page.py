@@ -7,10 +7,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from benches.markdown import table
-from benches.scale.model import ASSUMED, LAYERS, RESULTS, WAYS, Layer, Way, alone, bare_us, cost, in_halves, wire_bytes
+from benches.scale.model import (
+    ASSUMED,
+    LAYERS,
+    MODELLED,
+    RESULTS,
+    Dispatcher,
+    Layer,
+    alone,
+    bare_us,
+    cost,
+    in_halves,
+    wire_bytes,
+)
 from benches.scale.routes import num_replicas, shares
 
-__all__ = ["CASES", "RANKS", "TABLES", "best", "ways_of"]
+__all__ = ["CASES", "RANKS", "TABLES", "best", "dispatchers_of"]
 
 RANKS: Final = (2, 4, 8, 64)
 PHASES: Final = {"decode": 64, "prefill": 8192}
@@ -21,18 +33,21 @@ _TOKENS: Final = (1, 16, 64, 256, 1024, 8192)
 _MEASURED: Final = "h200_ep.json"
 _MEASURED_BEFORE: Final = "h200_ep_*.json"
 """Rows of earlier code that the file above lacks."""
-_CAPTURED: Final = {way.registered for way in WAYS if way.captured}
+_CAPTURED: Final = {dispatcher.registered for dispatcher in MODELLED if dispatcher.captured}
 _FLOORS: Final = {"qwen3-30b-a3b": 1.35, "gpt-oss-120b": 1.25, "deepseek-v3": 1.2}
 
 
-def ways_of(layer: Layer) -> Iterator[Way]:
-    """The ways that can carry the layer's tokens."""
-    return (way for way in WAYS if not way.coded or layer.problem.quant.activation is not None)
+def dispatchers_of(layer: Layer) -> Iterator[Dispatcher]:
+    """The dispatchers that can carry the layer's tokens."""
+    return (dispatcher for dispatcher in MODELLED if not dispatcher.coded or layer.problem.quant.activation is not None)
 
 
 def best(layer: Layer, num_ranks: int, num_tokens: int, routing: str, balanced: bool) -> dict[str, float]:
-    """Times of the ways, the fastest first."""
-    found = {way.name: cost(layer, way, num_ranks, num_tokens, routing, balanced).total_us for way in ways_of(layer)}
+    """Times of the dispatchers, the fastest first."""
+    found = {
+        dispatcher.name: cost(layer, dispatcher, num_ranks, num_tokens, routing, balanced).total_us
+        for dispatcher in dispatchers_of(layer)
+    }
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -77,12 +92,12 @@ def bytes_table() -> str:
             (ranks,) = shares(problem.num_experts, size, problem.top_k, "uniform", balanced=False)
             for tokens in PHASES.values():
                 cells = []
-                for way in WAYS:
-                    out, back = wire_bytes(layer, way, tokens, ranks)
-                    can = way in ways_of(layer)
+                for dispatcher in MODELLED:
+                    out, back = wire_bytes(layer, dispatcher, tokens, ranks)
+                    can = dispatcher in dispatchers_of(layer)
                     cells.append(f"{out / 2**20:,.2f} + {back / 2**20:,.2f}" if can else "-")
                 lines.append([layer.name, str(size), f"{tokens:,}", *cells])
-    return table(["layer", "ranks", "T a rank", *(way.name for way in WAYS)], lines)
+    return table(["layer", "ranks", "T a rank", *(dispatcher.name for dispatcher in MODELLED)], lines)
 
 
 def _times(tokens: int) -> str:
@@ -92,12 +107,16 @@ def _times(tokens: int) -> str:
             for routing, balanced in CASES:
                 fastest = next(iter(best(layer, size, tokens, routing, balanced)))
                 cells = []
-                for way in WAYS:
-                    time = cost(layer, way, size, tokens, routing, balanced).total_us
-                    cells.append(_bold(f"{time:,.0f}", way.name == fastest) if way in ways_of(layer) else "-")
+                for dispatcher in MODELLED:
+                    time = cost(layer, dispatcher, size, tokens, routing, balanced).total_us
+                    cells.append(
+                        _bold(f"{time:,.0f}", dispatcher.name == fastest)
+                        if dispatcher in dispatchers_of(layer)
+                        else "-"
+                    )
                 kernel = alone(layer, size, tokens, routing, balanced)
                 lines.append([layer.name, str(size), _case(routing, balanced), f"{kernel:,.0f}", *cells])
-    header = ["layer", "ranks", "routing", "experts alone us", *(way.name for way in WAYS)]
+    header = ["layer", "ranks", "routing", "experts alone us", *(dispatcher.name for dispatcher in MODELLED)]
     return table(header, lines)
 
 
@@ -116,7 +135,7 @@ def prefill_table() -> str:
 
 
 def winners_table() -> str:
-    """The fastest way at each number of tokens, under Zipf routing with balanced experts."""
+    """The fastest dispatcher at each number of tokens, under Zipf routing with balanced experts."""
     lines = []
     for layer in LAYERS:
         for size in RANKS:
@@ -150,16 +169,16 @@ def predictions_table() -> str:
     for layer in LAYERS:
         for tokens in (1, 64, 1024, 8192):
             kernel, bare = alone(layer, 2, tokens), bare_us(layer, 2, tokens)
-            for way in ways_of(layer):
-                if way.name == "low_latency" and tokens > 1024:
+            for dispatcher in dispatchers_of(layer):
+                if dispatcher.name == "low_latency" and tokens > 1024:
                     continue  # Nobody makes room for them.
-                total = cost(layer, way, 2, tokens, "uniform", balanced=False).total_us
-                found = measured.get((layer.model, layer.quant, way.name, tokens))
+                total = cost(layer, dispatcher, 2, tokens, "uniform", balanced=False).total_us
+                found = measured.get((layer.model, layer.quant, dispatcher.name, tokens))
                 lines.append(
                     [
                         layer.name,
                         f"{tokens:,}",
-                        way.name,
+                        dispatcher.name,
                         f"{kernel:,.0f}",
                         f"{bare:,.0f}",
                         f"{total:,.0f}",
@@ -190,7 +209,7 @@ def _measured_cells(row: dict[str, Any] | None, predicted: float) -> list[str]:
 
 
 def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
-    """Rows of stored benches over two ranks under uniform routing, by layer, scheme, way and tokens a rank.
+    """Rows of stored benches over two ranks under uniform routing, by layer, scheme, dispatcher and tokens a rank.
 
     A row has the `commit` of its file. Those of the newest file count.
     """
@@ -204,7 +223,7 @@ def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
                 continue
             for row in bench["rows"]:
                 if row["routing"] == "uniform":
-                    name = row["way"].replace("_sums", ", sums")
+                    name = row["dispatcher"].replace("_sums", ", sums")
                     if "float8" in row["wire"]:
                         name += ", fp8"
                     if row.get("batches", 1) > 1:
@@ -220,13 +239,13 @@ def halves_table() -> str:
     lines = []
     for layer in LAYERS:
         for tokens in (1024, 8192):
-            for way in ways_of(layer):
-                if way.registered != "all_gather":
+            for dispatcher in dispatchers_of(layer):
+                if dispatcher.registered != "all_gather":
                     continue
-                whole = cost(layer, way, 2, tokens, "uniform", balanced=False)
-                total, kernel = in_halves(layer, way, 2, tokens), whole.kernel_us
-                found = measured.get((layer.model, layer.quant, f"{way.name}, 2 parts", tokens))
-                line = [layer.name, f"{tokens:,}", way.name, f"{whole.total_us:,.0f}", f"{total:,.0f}"]
+                whole = cost(layer, dispatcher, 2, tokens, "uniform", balanced=False)
+                total, kernel = in_halves(layer, dispatcher, 2, tokens), whole.kernel_us
+                found = measured.get((layer.model, layer.quant, f"{dispatcher.name}, 2 parts", tokens))
+                line = [layer.name, f"{tokens:,}", dispatcher.name, f"{whole.total_us:,.0f}", f"{total:,.0f}"]
                 lines.append([*line, f"{total / kernel:.2f}", *_measured_cells(found, total)])
     header = ["layer", "T per rank", "dispatcher", "predicted whole us", "in two parts us", "over alone"]
     return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
@@ -237,7 +256,7 @@ def one_rank_table() -> str:
     document = json.loads((RESULTS / "h200_group_of_one.json").read_text(encoding="utf-8"))
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in document["rows"]:
-        key = f"{row['layer']} {row['quant']}", row["way"], "graph" if row["way"] in _CAPTURED else "call"
+        key = f"{row['layer']} {row['quant']}", row["dispatcher"], "graph" if row["dispatcher"] in _CAPTURED else "call"
         parts = f"{row['experts']:.0f} + {row['collectives']:.0f}: {row['call']:.0f} ({row['beyond']:+.1f})"
         found.setdefault(key, {})[row["tokens"]] = parts
     tokens = sorted({row["tokens"] for row in document["rows"]})
@@ -248,7 +267,7 @@ def one_rank_table() -> str:
 
 
 def floors_table() -> str:
-    """Goal for two ranks at 8,192 tokens each, the prediction for the best way, and the best that was measured."""
+    """Goal for two ranks at 8,192 tokens each, the best dispatcher's prediction, and the best that was measured."""
     lines = []
     measured = _measurements()
     for layer in LAYERS:
@@ -258,30 +277,33 @@ def floors_table() -> str:
             for key, row in measured.items()
             if key[:2] == (layer.model, layer.quant) and key[3] == 8192 and row["time_us"]
         ]
-        over, way = min(ran, default=(None, ""))
+        over, dispatcher = min(ran, default=(None, ""))
         lines.append(
             [
                 layer.name,
                 name,
                 f"{time / alone(layer, 2, 8192):.2f}",
                 f"{_FLOORS[layer.model]:.2f}",
-                "not measured" if over is None else f"{over:.2f}, {way}",
+                "not measured" if over is None else f"{over:.2f}, {dispatcher}",
             ]
         )
     return table(["layer", "best dispatcher", "predicted over alone", "at most", "measured"], lines)
 
 
-def ways_table() -> str:
+def dispatchers_table() -> str:
     """Each dispatcher with what it sends."""
     return table(
         ["dispatcher", "captured", "sends"],
-        [[f"`{way.name}`", "yes" if way.captured else "no: the host reads sizes", way.note] for way in WAYS],
+        [
+            [f"`{dispatcher.name}`", "yes" if dispatcher.captured else "no: the host reads sizes", dispatcher.note]
+            for dispatcher in MODELLED
+        ],
     )
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "links": links_table,
-    "ways": ways_table,
+    "dispatchers": dispatchers_table,
     "wire": bytes_table,
     "decode": decode_table,
     "prefill": prefill_table,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Final
 
-from benches.scale.model import LAYERS, WAYS, alone, cost
-from benches.scale.page import PHASES, ways_of
+from benches.scale.model import LAYERS, MODELLED, alone, cost
+from benches.scale.page import PHASES, dispatchers_of
 
 __all__ = ["draw_scale"]
 
@@ -17,7 +17,7 @@ _MARKERS: Final = ("o", "s", ".", "^", "P", "D")
 
 
 def draw_scale(path: pathlib.Path) -> None:
-    """Predicted times over ranks: a row of panels for decode and one for prefill, a column a layer, a line a way.
+    """Predicted times over ranks: panels for decode and for prefill, a column per layer, a line per dispatcher.
 
     Args:
         path: An SVG, overwritten.
@@ -33,11 +33,13 @@ def draw_scale(path: pathlib.Path) -> None:
             for axes, layer in zip(panels, LAYERS, strict=True):
                 times = [alone(layer, size, tokens, "zipf", balanced=True) for size in _RANKS]
                 axes.plot(_RANKS, times, color="#777777", linestyle="--", label="experts alone")
-                for way, color, marker in zip(WAYS, _COLORS, _MARKERS, strict=True):
+                for dispatcher, color, marker in zip(MODELLED, _COLORS, _MARKERS, strict=True):
                     # Nobody makes room for 8,192 tokens of each rank at each expert.
-                    if way in ways_of(layer) and (way.name != "low_latency" or phase == "decode"):
-                        times = [cost(layer, way, size, tokens, "zipf", balanced=True).total_us for size in _RANKS]
-                        axes.plot(_RANKS, times, f"{marker}-", color=color, label=way.name, markersize=4)
+                    if dispatcher in dispatchers_of(layer) and (dispatcher.name != "low_latency" or phase == "decode"):
+                        times = [
+                            cost(layer, dispatcher, size, tokens, "zipf", balanced=True).total_us for size in _RANKS
+                        ]
+                        axes.plot(_RANKS, times, f"{marker}-", color=color, label=dispatcher.name, markersize=4)
                 axes.axvline(8, color="#cccccc", linewidth=1, zorder=0)
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")

@@ -93,9 +93,9 @@ def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.T
 
 def can_be_captured(kernel: MoEKernel) -> bool:
     """Whether the facts of its backends, and of its token dispatcher if any, allow capture."""
-    cells, movement = [one.cell for _, one in kernel.selection.plan], getattr(kernel.prepare_finalize, "facts", None)
+    cells, facts = [one.cell for _, one in kernel.selection.plan], getattr(kernel.prepare_finalize, "facts", None)
     has_backends = bool(cells) and all(cell is not None and cell.facts.graph_capture for cell in cells)
-    return has_backends and (movement is None or movement.graph_capture)
+    return has_backends and (facts is None or facts.graph_capture)
 
 
 def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:

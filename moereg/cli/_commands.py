@@ -212,16 +212,16 @@ def explain(
     ] = None,
     reasons: Annotated[bool, option("Show every reason, not the first of a backend.", "--reasons")] = False,
     ep: Annotated[int | None, option("Experts over so many ranks.", min=1)] = None,
-    way: Annotated[
-        str | None, option("With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.")
+    dispatcher: Annotated[
+        str | None, option("With --ep: token dispatchers, such as all_to_all,all_gather; all that fit if left out.")
     ] = None,
 ) -> Result:
     """Show which backend a layer gets, and why."""
     from moereg.cli._explain import explain_layer, explain_model_dir
 
     flags = context.obj
-    if way is not None and ep is None:
-        raise UsageError("--way says how tokens move between ranks; say with --ep how many there are")
+    if dispatcher is not None and ep is None:
+        raise UsageError("--dispatcher says how tokens move between ranks; say with --ep how many there are")
     if model_dir is not None and (flags.layer is not None or reasons):
         name = "--reasons" if flags.layer is None else "--layer"
         raise UsageError(
@@ -231,7 +231,7 @@ def explain(
         raise UsageError("--checkpoint asks for one layer and --model-dir for all of them; leave one out")
     if model_dir is not None:
         return explain_model_dir(flags, model_dir)
-    return explain_layer(flags, find_subject(flags), ep, way, reasons or flags.verbose)
+    return explain_layer(flags, find_subject(flags), ep, dispatcher, reasons or flags.verbose)
 
 
 @app.command(cls=LayerCommand)

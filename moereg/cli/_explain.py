@@ -31,7 +31,7 @@ from moereg.selection.result import SCHEMA, Selection
 
 
 def explain_layer(
-    flags: ProblemFlags, subject: Subject, size: int | None, way: str | None, all_reasons: bool
+    flags: ProblemFlags, subject: Subject, size: int | None, dispatcher: str | None, all_reasons: bool
 ) -> Result:
     """Selects for a layer, over several ranks if a number is given. Starts no process.
 
@@ -45,20 +45,20 @@ def explain_layer(
         show = functools.partial(show_selection, selection, subject.name, all_reasons)
         return Result(selection_with_evidence(selection), show, code)
     from moereg.prepare_finalize import GroupFacts
-    from moereg.selection.movement import explain_movements
+    from moereg.selection.dispatcher import explain_dispatchers
 
     platform = explain_backends(subject.problem, flags.platform).platform
     group = GroupFacts(size, "gloo" if platform.device_type == "cpu" else "nccl", platform.device_type)
-    movement = explain_movements(subject.problem, group, platform, require=way)
-    winner = movement.winner
-    problem = movement.problem if winner is None else movement.experts_problem(winner)
+    choice = explain_dispatchers(subject.problem, group, platform, require=dispatcher)
+    winner = choice.winner
+    problem = choice.problem if winner is None else choice.experts_problem(winner)
     selection = subject.noted(explain_backends(problem, platform, **flags.request()))
-    found = {**selection_with_evidence(selection), "ranks": size, "movement": movement.to_dict()}
+    found = {**selection_with_evidence(selection), "ranks": size, "dispatcher": choice.to_dict()}
 
     def show_both() -> None:
-        say(f"{subject.name}: {subject.problem}" if subject.name else str(subject.problem), movement.table())
+        say(f"{subject.name}: {subject.problem}" if subject.name else str(subject.problem), choice.table())
         if winner is None:
-            say(bad("no way of moving tokens fits"))
+            say(bad("no token dispatcher fits"))
         else:
             say(f"experts of a rank behind {winner.name}:")
             show_selection(selection, None, all_reasons)

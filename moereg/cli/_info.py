@@ -17,11 +17,11 @@ from moereg.evidence.ledger import arch_name, evidence_of
 from moereg.evidence.measured import read_tuning
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform, current_platform, platform_of_product, probe_platform
-from moereg.prepare_finalize import MovementCell
+from moereg.prepare_finalize import DispatcherCell
 from moereg.registry import BUILTIN, BackendCell
 from moereg.selection.decide import lacks
-from moereg.selection.loader import load_backends, load_movements, plugin_statuses
-from moereg.selection.plugin_status import MOVEMENT_GROUP, PLATFORM_GROUP
+from moereg.selection.loader import load_backends, load_dispatchers, plugin_statuses
+from moereg.selection.plugin_status import DISPATCHER_GROUP, PLATFORM_GROUP
 from moereg.selection.result import SCHEMA
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
@@ -43,7 +43,7 @@ def machine_shown() -> tuple[Platform, str | None]:
 
 def collect_info() -> dict[str, Any]:
     """The object that `moereg info --json` prints."""
-    registry, dispatchers = load_backends(), load_movements()
+    registry, dispatchers = load_backends(), load_dispatchers()
     platform, platform_error = machine_shown()
     quarantine = QUARANTINE.read()
     return {
@@ -54,7 +54,7 @@ def collect_info() -> dict[str, Any]:
         "backends": [_backend(registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
         "platform_claimed_by": platform.claimed_by or None,
-        "ways": [_dispatcher(dispatchers.by_name(name), platform) for name in dispatchers.names],
+        "dispatchers": [_dispatcher(dispatchers.by_name(name), platform) for name in dispatchers.names],
         "packs": [
             {
                 "name": source.name,
@@ -68,10 +68,10 @@ def collect_info() -> dict[str, Any]:
     }
 
 
-def _dispatcher(cells: Sequence[MovementCell], platform: Platform) -> dict[str, Any]:
+def _dispatcher(cells: Sequence[DispatcherCell], platform: Platform) -> dict[str, Any]:
     shown = [
         {
-            "movement": cell.class_name,
+            "dispatcher": cell.class_name,
             "activation_formats": list(cell.formats),
             "platforms": [rule.text for rule in cell.rules],
             "transports": sorted(cell.facts.transports),
@@ -113,7 +113,7 @@ def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quara
 
 
 def _entry(
-    first: BackendCell | MovementCell, shown: list[dict[str, Any]], by_cell: Iterable[Sequence[Reason]]
+    first: BackendCell | DispatcherCell, shown: list[dict[str, Any]], by_cell: Iterable[Sequence[Reason]]
 ) -> dict[str, Any]:
     """A backend or token dispatcher, which runs here if one of its cells does."""
     nearest = sorted(by_cell, key=len)
@@ -182,7 +182,7 @@ def _show_backends(info: Mapping[str, Any]) -> None:
     num_cells = sum(len(backend["cells"]) for backend in backends)
     say(
         f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason",
-        f"ways between ranks: {', '.join(map(_in_brief, info['ways']))}",
+        f"token dispatchers: {', '.join(map(_in_brief, info['dispatchers']))}",
     )
 
 
@@ -205,11 +205,11 @@ def _show_cells(
     ]
     say(new_table(*columns, rows=rows))
     _show_reasons(info["backends"], "")
-    columns = "way", "class", "experts see", "platforms", "moves over", ">priority", "captured", "opt-in"
+    columns = "dispatcher", "class", "experts see", "platforms", "moves over", ">priority", "captured", "opt-in"
     rows = [
         (
-            way["name"],
-            cell["movement"],
+            dispatcher["name"],
+            cell["dispatcher"],
             ", ".join(cell["activation_formats"]),
             ", ".join(cell["platforms"]),
             ", ".join(cell["transports"])
@@ -218,11 +218,11 @@ def _show_cells(
             "yes" if cell["graph_capture"] else "no",
             "yes" if cell["opt_in"] else "no",
         )
-        for way in info["ways"]
-        for cell in way["cells"]
+        for dispatcher in info["dispatchers"]
+        for cell in dispatcher["cells"]
     ]
     say(new_table(*columns, rows=rows))
-    _show_reasons(info["ways"], "way ")
+    _show_reasons(info["dispatchers"], "dispatcher ")
 
 
 def _show_reasons(entries: Iterable[Mapping[str, Any]], what: str) -> None:
@@ -240,7 +240,7 @@ def _show_plugins(plugins: Iterable[Mapping[str, Any]], every: bool) -> None:
     loaded: dict[str, list[str]] = {}
     for plugin in plugins if not every else ():
         if plugin["status"] == "loaded":
-            what = {PLATFORM_GROUP: "platform ", MOVEMENT_GROUP: "way "}.get(plugin["group"], "")
+            what = {PLATFORM_GROUP: "platform ", DISPATCHER_GROUP: "dispatcher "}.get(plugin["group"], "")
             loaded.setdefault(plugin["distribution"], []).append(what + plugin["name"])
     say(*(f"plugin {distribution}: {', '.join(names)}" for distribution, names in loaded.items()))
 

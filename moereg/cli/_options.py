@@ -13,7 +13,7 @@ import typer
 from moereg.cli._output import only_results_on_stdout
 from moereg.errors import ArgumentError, MoeregError, one_line, shown
 from moereg.platforms import PRODUCTS, platform_of_product
-from moereg.prepare_finalize.cells import MOVEMENTS
+from moereg.prepare_finalize.cells import DISPATCHERS
 from moereg.registry import REGISTRY
 from moereg.selection.loader import find_scheme, list_backends
 from moereg.selection.modules import import_modules, is_file_name, registers
@@ -185,7 +185,7 @@ def import_named(files: Sequence[str], modules: Sequence[str]) -> None:
         return
     import_modules([*files, *modules])
     for name in files:
-        if not any(registers(name, cell) for cell in (*REGISTRY.cells, *MOVEMENTS.cells)):
+        if not any(registers(name, cell) for cell in (*REGISTRY.cells, *DISPATCHERS.cells)):
             raise ArgumentError(f"{name} must register a backend, got none; decorate a class there")
 
 

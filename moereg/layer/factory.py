@@ -21,7 +21,7 @@ from moereg.layer.held_weights import HeldWeights
 from moereg.layer.in_place import check_in_place
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
-from moereg.layer.plan import Asked, Movement, plan_layer
+from moereg.layer.plan import Asked, DispatcherChoice, plan_layer
 from moereg.layer.ranges import alone, make_ranges
 from moereg.layer.warm_up import KERNEL_CACHE, use_shipped_kernels
 from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize, resolve_prepare_finalize
@@ -39,7 +39,7 @@ def make_kernel(
     problem: MoEProblem,
     weights: ExpertWeights,
     selection: Selection | None = None,
-    prepare_finalize: Movement = None,
+    prepare_finalize: DispatcherChoice = None,
     ep_rank: int = 0,
     expert_map: torch.Tensor | None = None,
     group: Any = None,
@@ -60,7 +60,7 @@ def make_kernel(
         selection: From `select_backend`; made here if None. If its plan has several ranges, a call's number of tokens
             says whose experts run; they read one layout.
         prepare_finalize: The token dispatcher. With a group, a name such as `all_gather`, several names, or a selection
-            from `select_movement`; None takes the best one. Without a group, and for partial sums that the caller
+            from `select_dispatcher`; None takes the best one. Without a group, and for partial sums that the caller
             adds up, an object such as `StandardPrepareFinalize()`; None takes the one for the problem's format.
         ep_rank: Which slice of the experts this rank holds, if placement is `contiguous`.
         expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, so update it in place. Several
@@ -142,18 +142,18 @@ def make_unchecked_kernel(
 def _builder(
     problem: MoEProblem,
     weights: ExpertWeights,
-    prepare_finalize: Movement,
+    prepare_finalize: DispatcherChoice,
     ep_rank: int,
     expert_map: torch.Tensor | None,
     own_weights: bool,
 ) -> Callable[[Selection], MoEKernel]:
     """Checks the arguments of a layer without a group, and makes its kernel for a selection."""
     device = weights.w13.device
-    movement = local_prepare_finalize(problem.activation_format)
+    choice = local_prepare_finalize(problem.activation_format)
     if isinstance(prepare_finalize, PrepareFinalize):
-        movement = resolve_prepare_finalize(problem, prepare_finalize)
+        choice = resolve_prepare_finalize(problem, prepare_finalize)
     elif prepare_finalize is not None:
-        cure = "leave it out for the one of the format; names of ways need a group"
+        cure = "leave it out for the one of the format; names of dispatchers need a group"
         check_instance("prepare_finalize", prepare_finalize, PrepareFinalize, cure)
     place = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)
@@ -163,7 +163,7 @@ def _builder(
             raise ArgumentError(
                 "own_weights copies weights, and gradients of weights train them in place; leave it out"
             )
-    return functools.partial(_build, problem, weights, movement, place, own_weights)
+    return functools.partial(_build, problem, weights, choice, place, own_weights)
 
 
 def _over_group(

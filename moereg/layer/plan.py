@@ -21,13 +21,13 @@ from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementT
 from moereg.prepare_finalize.ranks_agree import agree, differences
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, Wire, wire_scheme
 from moereg.selection.decide import unmeasured
-from moereg.selection.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
-from moereg.selection.request import WayNames
+from moereg.selection.dispatcher import DispatcherDecision, DispatcherSelection, problem_of_rank, select_dispatcher
+from moereg.selection.request import DispatcherNames
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-Movement = PrepareFinalize | MovementSelection | WayNames
+DispatcherChoice = PrepareFinalize | DispatcherSelection | DispatcherNames
 """Names of token dispatchers, a selection of one, or an object that moves tokens; None takes the best."""
 
 _OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
@@ -43,7 +43,7 @@ _UNLIKE: Final = (
 class Asked(NamedTuple):
     """Arguments of `make_kernel` that go with the group, by name."""
 
-    prepare_finalize: Movement
+    prepare_finalize: DispatcherChoice
     expert_map: torch.Tensor | None
     expert_placement: ExpertPlacement | None
     ep_rank: int
@@ -167,39 +167,39 @@ def _chosen(
     placement: ExpertPlacement,
     device: torch.device,
     selection: Selection | None,
-    movement: Movement,
+    choice: DispatcherChoice,
 ) -> tuple[Plan, dict[str, Any]]:
     """This rank's plan, and the values that must be equal on all ranks."""
-    given = movement if isinstance(movement, GroupPrepareFinalize) else None
+    given = choice if isinstance(choice, GroupPrepareFinalize) else None
     tables = PlacementTables(placement, group.rank, device) if given is None else given.tables
     expert_map: torch.Tensor | None = tables.expert_map
     if given is None and problem.placement == "contiguous":
         expert_map = resolve_expert_map(problem, group.rank, None, device)
-    if isinstance(movement, PrepareFinalize):
+    if isinstance(choice, PrepareFinalize):
         seen = problem if given is None else given.experts_problem
-        moves = given or resolve_prepare_finalize(problem, movement)
+        moves = given or resolve_prepare_finalize(problem, choice)
         selection = selection or select_backend(seen, platform_of(device))
         winner = winner_of(selection, seen)
         plan = Plan(problem, selection, moves, expert_map, group)
-        return plan, {"way": moves.name, **_kernel_fields(selection, winner), "placement": placement.digest}
-    if not isinstance(movement, MovementSelection):
-        movement = select_movement(problem, group.facts, platform_of(device), require=movement)
-    elif (movement.problem, movement.group) != (problem, group.facts):
+        return plan, {"dispatcher": moves.name, **_kernel_fields(selection, winner), "placement": placement.digest}
+    if not isinstance(choice, DispatcherSelection):
+        choice = select_dispatcher(problem, group.facts, platform_of(device), require=choice)
+    elif (choice.problem, choice.group) != (problem, group.facts):
         raise ArgumentError(
-            f"the ways were judged for {movement.problem} on {movement.group}, got {problem} on {group.facts}; "
+            f"the dispatchers were judged for {choice.problem} on {choice.group}, got {problem} on {group.facts}; "
             "judge them again"
         )
-    decision, selection = _first_with_backend(movement, selection)
+    decision, selection = _first_with_backend(choice, selection)
     winner = winner_of(selection, selection.problem)
     wire = _wire(problem, selection, winner)
-    moves = decision.cell.movement(
+    moves = decision.cell.dispatcher(
         problem=problem, experts_problem=selection.problem, group=group, tables=tables, wire=wire
     )
     said = {
-        "way": decision.name,
+        "dispatcher": decision.name,
         "activation format": decision.activation_format,
         "wire": wire.name,
-        "way's code": f"{decision.cell.provider} {class_digest(decision.cell.movement)}",
+        "dispatcher's code": f"{decision.cell.provider} {class_digest(decision.cell.dispatcher)}",
         **_kernel_fields(selection, winner),
         "placement": placement.digest,
     }
@@ -208,27 +208,29 @@ def _chosen(
     return Plan(problem, selection, moves, expert_map, group), said
 
 
-def _first_with_backend(movement: MovementSelection, selection: Selection | None) -> tuple[MovementDecision, Selection]:
+def _first_with_backend(
+    choice: DispatcherSelection, selection: Selection | None
+) -> tuple[DispatcherDecision, Selection]:
     """The best token dispatcher whose format a backend serves, with that backend."""
-    if movement.winner is None:
-        raise UnsupportedProblemError(movement.refusal, movement)
+    if choice.winner is None:
+        raise UnsupportedProblemError(choice.refusal, choice)
     refused: list[UnsupportedProblemError] = []
-    for decision in movement.accepted:
-        seen = movement.experts_problem(decision)
+    for decision in choice.accepted:
+        seen = choice.experts_problem(decision)
         if selection is not None:
             if selection.problem == seen:
                 return decision, selection
             continue
         try:
-            return decision, select_backend(seen, movement.platform)
+            return decision, select_backend(seen, choice.platform)
         except UnsupportedProblemError as error:
             refused.append(error)
     if selection is None:
         raise refused[0]
-    seen = movement.experts_problem(movement.winner)
+    seen = choice.experts_problem(choice.winner)
     raise ArgumentError(
-        f"the selection was made for {selection.problem}, and the experts behind {movement.winner.name} see {seen}; "
-        "select for that: select_movement(...).experts_problem(...)"
+        f"the selection was made for {selection.problem}, and the experts behind {choice.winner.name} see {seen}; "
+        "select for that: select_dispatcher(...).experts_problem(...)"
     )
 
 

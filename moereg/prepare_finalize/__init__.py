@@ -5,27 +5,27 @@ from moereg.prepare_finalize.all_gather import AllGather
 from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, StandardPrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
-from moereg.prepare_finalize.cells import MOVEMENTS, MovementCell, MovementRegistry, register_prepare_finalize
+from moereg.prepare_finalize.cells import DISPATCHERS, DispatcherCell, DispatcherRegistry, register_prepare_finalize
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.low_latency import LowLatency
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
-from moereg.spec.facts import MovementFacts
+from moereg.spec.facts import DispatcherFacts
 from moereg.spec.problem import MoEProblem
 
 __all__ = [
-    "MOVEMENTS",
+    "DISPATCHERS",
     "AllGather",
     "AllToAll",
     "AllToAllSums",
     "BatchedPrepareFinalize",
+    "DispatcherCell",
+    "DispatcherFacts",
+    "DispatcherRegistry",
     "Group",
     "GroupFacts",
     "GroupPrepareFinalize",
     "LowLatency",
     "Moved",
-    "MovementCell",
-    "MovementFacts",
-    "MovementRegistry",
     "PrepareFinalize",
     "Prepared",
     "StandardPrepareFinalize",

@@ -105,7 +105,7 @@ class AllToAll(GroupPrepareFinalize):
         if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
                 "a CUDA graph can only capture what waits for nothing on the host, got all_to_all, which waits for "
-                "counts; say graph_capture=True in the problem, so that a way which can be captured is chosen"
+                "counts; say graph_capture=True in the problem, so that a dispatcher which can be captured is chosen"
             )
         with torch.cuda.device_of(hidden_states):
             device, top_k = hidden_states.device, topk_ids.shape[1]

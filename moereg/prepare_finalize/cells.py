@@ -12,7 +12,7 @@ from moereg.arguments import check_flag, check_instance
 from moereg.errors import ArgumentError, RegistrationError, shown
 from moereg.prepare_finalize.moving import GroupPrepareFinalize
 from moereg.registry import Cell, Probe, Registration, Registry, check_class
-from moereg.spec.facts import MovementFacts, NarrowedMovementFacts, check_facts, narrow_facts
+from moereg.spec.facts import DispatcherFacts, NarrowedDispatcherFacts, check_facts, narrow_facts
 from moereg.spec.problem import ACTIVATION_FORMATS
 
 _METHODS: Final = ("__init__", "prepare", "finalize", "experts_problem_of", "unsupported_reasons")
@@ -21,31 +21,31 @@ M = TypeVar("M", bound=type[GroupPrepareFinalize])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MovementCell(Cell):
+class DispatcherCell(Cell):
     """One registered rectangle of activation formats x platforms. Further attributes are those of `Cell`.
 
     Attributes:
-        movement: The class.
+        dispatcher: The class.
         formats: Activation formats that the experts may see.
         facts: The class's, narrowed for this rectangle.
         predicted: Whether the priority was predicted, not measured.
     """
 
     noun: ClassVar[str] = "prepare/finalize"
-    requested_as: ClassVar[str] = "way"
+    requested_as: ClassVar[str] = "dispatcher"
     predicate: ClassVar[str] = "unsupported_reasons"
 
-    movement: type[GroupPrepareFinalize]
+    dispatcher: type[GroupPrepareFinalize]
     formats: tuple[str, ...]
-    facts: MovementFacts
+    facts: DispatcherFacts
     predicted: bool = False
 
     @property
     def implementation(self) -> type[GroupPrepareFinalize]:
         """The dispatcher's class."""
-        return self.movement
+        return self.dispatcher
 
-    def check_beside(self, other: MovementCell) -> None:
+    def check_beside(self, other: DispatcherCell) -> None:
         """Also refuses a class that registers the same rectangle twice."""
         super().check_beside(other)
         mine, theirs = (dataclasses.replace(each, priority=0, predicted=False) for each in (self, other))
@@ -56,13 +56,13 @@ class MovementCell(Cell):
             )
 
 
-class MovementRegistry(Registry[MovementCell]):
+class DispatcherRegistry(Registry[DispatcherCell]):
     """Cells of token dispatchers."""
 
-    kind = MovementCell
+    kind = DispatcherCell
 
 
-MOVEMENTS: Final = MovementRegistry()
+DISPATCHERS: Final = DispatcherRegistry()
 
 
 def register_prepare_finalize(
@@ -75,8 +75,8 @@ def register_prepare_finalize(
     probes: Iterable[Probe] = (),
     opt_in: bool = False,
     predicted: bool = False,
-    registry: MovementRegistry | None = None,
-    **narrowed: Unpack[NarrowedMovementFacts],
+    registry: DispatcherRegistry | None = None,
+    **narrowed: Unpack[NarrowedDispatcherFacts],
 ) -> Callable[[M], M]:
     """Registers a token dispatcher for activation formats x platforms. Stack one decorator per rectangle.
 
@@ -85,7 +85,7 @@ def register_prepare_finalize(
         formats: Activation formats that it offers the experts: `standard`, `batched`.
         predicted: Whether the priority was predicted, not measured; `explain` then says so.
         registry: Where to store it; by default the one that `make_kernel` reads.
-        **narrowed: Fields of `MovementFacts` that promise less here than in the class.
+        **narrowed: Fields of `DispatcherFacts` that promise less here than in the class.
 
     Returns:
         A decorator that returns the class unchanged.
@@ -94,33 +94,35 @@ def register_prepare_finalize(
         RegistrationError: Something is invalid; nothing is stored.
 
     Example:
-        >>> from moereg.prepare_finalize import GroupPrepareFinalize, MovementFacts
+        >>> from moereg.prepare_finalize import GroupPrepareFinalize, DispatcherFacts
         >>> @moereg.register_prepare_finalize("mine", priority=1, formats=("standard",), platforms=("cuda:sm90+",))
         ... class Mine(GroupPrepareFinalize):
-        ...     facts = MovementFacts(transports=frozenset({"cuda:nccl"}), dtypes=frozenset({"bfloat16"}))
+        ...     facts = DispatcherFacts(transports=frozenset({"cuda:nccl"}), dtypes=frozenset({"bfloat16"}))
         ...     def prepare(self, hidden_states, topk_weights, topk_ids, problem, expert_map): ...
         ...     def finalize(self, out, expert_out, prepared, problem): ...
         >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
         >>> group = moereg.prepare_finalize.GroupFacts(4)
-        >>> moereg.explain_movements(problem, group, platform="cuda:sm90", require="mine").winner.name
+        >>> moereg.explain_dispatchers(problem, group, platform="cuda:sm90", require="mine").winner.name
         'mine'
     """
 
-    def decorate(movement: M) -> M:
-        target = MOVEMENTS if registry is None else registry
-        check_instance("registry", target, MovementRegistry, "leave it out for the one that make_kernel reads")
-        registration = Registration(target, name, movement)
+    def decorate(dispatcher: M) -> M:
+        target = DISPATCHERS if registry is None else registry
+        check_instance("registry", target, DispatcherRegistry, "leave it out for the one that make_kernel reads")
+        registration = Registration(target, name, dispatcher)
         with registration.checking():
             shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
-            check_class(movement, GroupPrepareFinalize, _METHODS)
-            if not isinstance(movement.facts, MovementFacts):
-                raise ArgumentError(f"facts must be a MovementFacts, got {type(movement.facts).__name__}")
-            check_facts(movement.facts)
+            check_class(dispatcher, GroupPrepareFinalize, _METHODS)
+            if not isinstance(dispatcher.facts, DispatcherFacts):
+                raise ArgumentError(f"facts must be a DispatcherFacts, got {type(dispatcher.facts).__name__}")
+            check_facts(dispatcher.facts)
             check_flag("predicted", predicted)
-            offered, facts = _read_formats(formats), narrow_facts(movement.facts, narrowed)
-        registration.store(MovementCell(movement=movement, formats=offered, facts=facts, predicted=predicted, **shared))
-        movement.name = name
-        return movement
+            offered, facts = _read_formats(formats), narrow_facts(dispatcher.facts, narrowed)
+        registration.store(
+            DispatcherCell(dispatcher=dispatcher, formats=offered, facts=facts, predicted=predicted, **shared)
+        )
+        dispatcher.name = name
+        return dispatcher
 
     return decorate
 

@@ -16,10 +16,10 @@ from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.wire import Received, Wire
-from moereg.spec.facts import MovementFacts
+from moereg.spec.facts import DispatcherFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
-OVER_TORCH: Final = MovementFacts(
+OVER_TORCH: Final = DispatcherFacts(
     transports=frozenset({"cuda:nccl", "cpu:gloo"}),
     dtypes=frozenset(DTYPES),
     deterministic=True,
@@ -67,7 +67,7 @@ class GroupPrepareFinalize(PrepareFinalize):
     num_batches: int = 1
     layer_number: int = 0
     has_met: bool = False
-    facts: ClassVar[MovementFacts] = MovementFacts()
+    facts: ClassVar[DispatcherFacts] = DispatcherFacts()
     communicates: ClassVar[bool] = True
 
     def __init__(

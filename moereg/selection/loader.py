@@ -34,11 +34,11 @@ from moereg.errors import (
 from moereg.platforms import Platform
 from moereg.platforms.claims import accept_plugin, ask_plugins_with, claim_of, decide_claims
 from moereg.platforms.kinds import kinds_of_plugin, load_kinds_with, miss_kinds_of
-from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry
+from moereg.prepare_finalize.cells import DISPATCHERS, DispatcherRegistry
 from moereg.registry import API_VERSION, REGISTRY, BackendCell, BackendRegistry, Cell, Registry
 from moereg.selection.plugin_status import (
     BACKEND_GROUP,
-    MOVEMENT_GROUP,
+    DISPATCHER_GROUP,
     PLATFORM_GROUP,
     Owner,
     PluginStatus,
@@ -64,7 +64,7 @@ class _Loader:
 
     def __init__(self, registry: BackendRegistry) -> None:
         self._registry = registry
-        self._registries: dict[str, Registry[Any]] = {BACKEND_GROUP: registry, MOVEMENT_GROUP: MOVEMENTS}
+        self._registries: dict[str, Registry[Any]] = {BACKEND_GROUP: registry, DISPATCHER_GROUP: DISPATCHERS}
         self._lock = threading.RLock()
         self._done: dict[PluginStatus, PluginStatus] = {}
         # Registered while plugins were imported, and not visible yet, each with the entry point that brings it.
@@ -296,10 +296,10 @@ def load_backends() -> BackendRegistry:
     return REGISTRY
 
 
-def load_movements() -> MovementRegistry:
+def load_dispatchers() -> DispatcherRegistry:
     """The global registry of token dispatchers, with every built-in one and plugin, as `load_backends`."""
     _LOADER.load()
-    return MOVEMENTS
+    return DISPATCHERS
 
 
 def list_backends() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from moereg.errors import ArgumentError, described, stops_the_process
-from moereg.prepare_finalize.cells import MOVEMENTS
+from moereg.prepare_finalize.cells import DISPATCHERS
 from moereg.registry import BUILTIN, REGISTRY, Cell, registering_origin
 from moereg.selection.loader import load_backends
 
@@ -55,14 +55,14 @@ def _import_file(path: pathlib.Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    backends, movements = REGISTRY.cells, MOVEMENTS.cells
+    backends, dispatchers = REGISTRY.cells, DISPATCHERS.cells
     try:
         with registering_origin(path.name):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[path.stem]
         REGISTRY.restore(backends)
-        MOVEMENTS.restore(movements)
+        DISPATCHERS.restore(dispatchers)
         if isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py").exists():
             raise ImportError(f"{error}: a file is imported alone; make both a package and install it") from error
         raise
@@ -86,7 +86,7 @@ def own_modules(name: str = "", is_needed: bool = False) -> tuple[str, ...]:
     ArgumentError if it `is_needed`.
     """
     found: dict[str, None] = {}
-    for cell in (*REGISTRY.cells, *MOVEMENTS.cells) if not name else REGISTRY.by_name(name):
+    for cell in (*REGISTRY.cells, *DISPATCHERS.cells) if not name else REGISTRY.by_name(name):
         module = cell.implementation.__module__
         if cell.origin in (BUILTIN, "") or cell.origin not in (module, f"{module}.py"):
             continue  # A distribution brings it.

@@ -14,9 +14,9 @@ from moereg.errors import ArgumentError, MoeregError, PluginError, RegistrationE
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
-MOVEMENT_GROUP: Final = "moereg.prepare_finalize"
+DISPATCHER_GROUP: Final = "moereg.prepare_finalize"
 
-_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, MOVEMENT_GROUP)
+_GROUPS: Final = (PLATFORM_GROUP, BACKEND_GROUP, DISPATCHER_GROUP)
 """In the order of loading: platform plugins bring the kinds of machines that the others name in their rules."""
 
 _LONGEST: Final = 100

@@ -1,4 +1,4 @@
-"""Requests: which backends or ways between ranks a caller requires, prefers or denies, in code and the environment."""
+"""Requests: which backends or token dispatchers a caller requires, prefers or denies, in code and the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """`"triton"`, `("triton", "torch")`, `"flashinfer_*"`, `"nvfp4=flashinfer_cutlass,unquantized=triton"`, or
 `{"nvfp4": "triton"}`."""
 
-WayNames = str | Sequence[str] | None
+DispatcherNames = str | Sequence[str] | None
 """`"all_to_all"`, `("low_latency", "all_gather")`, `"all_*"`: token dispatchers."""
 
 
@@ -123,17 +123,17 @@ class Request:
         return request
 
     @classmethod
-    def resolve_ways(
+    def resolve_dispatchers(
         cls,
-        require: WayNames = None,
-        prefer: WayNames = None,
-        deny: WayNames = None,
+        require: DispatcherNames = None,
+        prefer: DispatcherNames = None,
+        deny: DispatcherNames = None,
         *,
         environ: Mapping[str, str],
         known: Iterable[str],
     ) -> Request:
         """As `resolve`, for token dispatchers, which know no schemes. `known` has the names of all."""
-        read = functools.partial(_ways, known=sorted(known))
+        read = functools.partial(_dispatchers, known=sorted(known))
         required, preferred, denied = _by_word(read, "MOEREG_EP_", environ, require, prefer, deny)
         request = cls(
             require=required[0] or required[1],
@@ -141,7 +141,7 @@ class Request:
             deny=tuple(dict.fromkeys((*denied[0], *denied[1]))),
         )
         for name in request._contradictions:
-            raise RequestError(f"way {name!r} is both required and denied; remove it from one of the two")
+            raise RequestError(f"dispatcher {name!r} is both required and denied; remove it from one of the two")
         return request
 
     @property
@@ -273,9 +273,9 @@ def _split(names: object, word: str, of: str = "backends") -> tuple[str, ...]:
     return tuple(item for item in stripped if item)
 
 
-def _ways(value: object, source: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = _split(() if value is None else value, source, "ways")
+def _dispatchers(value: object, source: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = _split(() if value is None else value, source, "dispatchers")
     for name in names:
         if not any(_is_among(one, (name,)) for one in known):
-            raise UnknownNameError(unknown_name_message(f"way in {source}", name, known))
+            raise UnknownNameError(unknown_name_message(f"dispatcher in {source}", name, known))
     return names

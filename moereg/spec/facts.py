@@ -316,7 +316,7 @@ class NarrowedFacts(TypedDict, total=False):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MovementFacts(DeclaredFacts):
+class DispatcherFacts(DeclaredFacts):
     """The capabilities of a token dispatcher. Undeclared capabilities are refused.
 
     Attributes:
@@ -346,8 +346,8 @@ class MovementFacts(DeclaredFacts):
     gradients: frozenset[str] = _row(_Gradients("gradients", GRADIENTS), frozenset())
 
 
-class NarrowedMovementFacts(TypedDict, total=False):
-    """Facts that a decorator may narrow: as in `MovementFacts`, with any collection of names."""
+class NarrowedDispatcherFacts(TypedDict, total=False):
+    """Facts that a decorator may narrow: as in `DispatcherFacts`, with any collection of names."""
 
     transports: Collection[str]
     dtypes: Collection[str]

@@ -17,12 +17,12 @@ def test_every_dispatcher_over_two_ranks_computes_what_one_rank_does() -> None:
     done = run_python("-m", "benches.over_ranks", *line.split())
     assert done.returncode == 0, done.stderr
     rows = [json.loads(text) for text in done.stdout.splitlines()]
-    ways = {row["way"] for row in rows}
-    assert ways == {"all_to_all", "all_gather", "low_latency"}
-    kinds = {(row["way"], row["tokens"], row["routing"], row["batches"]) for row in rows}
-    assert len(rows) == len(kinds) == len(ways) * 2 * 2 * 2
+    dispatchers = {row["dispatcher"] for row in rows}
+    assert dispatchers == {"all_to_all", "all_gather", "low_latency"}
+    kinds = {(row["dispatcher"], row["tokens"], row["routing"], row["batches"]) for row in rows}
+    assert len(rows) == len(kinds) == len(dispatchers) * 2 * 2 * 2
     for row in rows:
-        assert set(row) == {"way", "batches", "tokens", *NO_ROW}
+        assert set(row) == {"dispatcher", "batches", "tokens", *NO_ROW}
         assert row["failure"] is None
         assert row["passed"]
         assert row["repeats"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benches.scale import model, page
-from benches.scale.model import LAYERS, WAYS, wire_bytes
+from benches.scale.model import LAYERS, MODELLED, wire_bytes
 from benches.scale.routes import num_replicas, shares
-from moereg.prepare_finalize import MOVEMENTS
+from moereg.prepare_finalize import DISPATCHERS
 
 QWEN, DEEPSEEK, GPT_OSS = LAYERS
-BY_NAME = {way.name: way for way in WAYS}
+BY_NAME = {dispatcher.name: dispatcher for dispatcher in MODELLED}
 
 
 def test_two_ranks_take_what_two_ranks_took() -> None:
@@ -24,7 +24,7 @@ def test_experts_of_one_rank_take_what_the_layer_took() -> None:
     for row in model._load("h200_table_bf16.json")["rows"]:
         if row["model"] == QWEN.model:
             (ranks,) = shares(128, 1, 8, "uniform", balanced=False)
-            time = model._kernel_us(QWEN, ranks[0], row["tokens"], "uniform", WAYS[0])
+            time = model._kernel_us(QWEN, ranks[0], row["tokens"], "uniform", MODELLED[0])
             assert time == pytest.approx(row["ours_us"], rel=0.08), row["tokens"]
 
 
@@ -40,7 +40,7 @@ def test_every_route_has_a_rank() -> None:
 
 def test_bytes_are_those_that_one_counts_by_hand() -> None:
     (ranks,) = shares(128, 2, 8, "uniform", balanced=False)
-    found = {name: wire_bytes(QWEN, way, 64, ranks) for name, way in BY_NAME.items()}
+    found = {name: wire_bytes(QWEN, dispatcher, 64, ranks) for name, dispatcher in BY_NAME.items()}
     row, routes = 2048 * 2, 8 * 8
     assert found["all_gather"] == (64 * (row + routes), 64 * row)
     # 64 experts of the other rank; half of the eight routes.
@@ -52,7 +52,7 @@ def test_bytes_are_those_that_one_counts_by_hand() -> None:
 
 def test_priorities_follow_from_the_page() -> None:
     """Above the ranks up to which `all_gather` goes first by default, `all_to_all` wins where there is much to send."""
-    (limit,) = {cell.facts.max_group_size for cell in MOVEMENTS.cells if cell.name == "all_gather"} - {None}
+    (limit,) = {cell.facts.max_group_size for cell in DISPATCHERS.cells if cell.name == "all_gather"} - {None}
     for layer in LAYERS:
         for size in (2, 4, 8, 16):
             assert size <= limit

@@ -309,17 +309,19 @@ def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -
     assert code == 0
     assert list(found)[: len(SELECTION_KEYS)] == SELECTION_KEYS
     assert found["ranks"] == 8
-    assert found["movement"]["selected"] in {one["way"] for one in found["movement"]["decisions"] if one["accepted"]}
+    assert found["dispatcher"]["selected"] in {
+        one["dispatcher"] for one in found["dispatcher"]["decisions"] if one["accepted"]
+    }
     assert found["problem"]["num_local_experts"] == 32
-    code, out, _ = call(f"{line} --way all_to_all")
+    code, out, _ = call(f"{line} --dispatcher all_to_all")
     assert code == 0
     assert "8 ranks over nccl on cuda" in out
     assert "chosen    all_to_all" in out
-    assert "requires a way in (all_to_all)" in out
-    # A way has one line, whatever number of rectangles it was registered with, and says what its rank is worth.
+    assert "requires a dispatcher in (all_to_all)" in out
+    # A dispatcher has one line, whatever number of rectangles it was registered with, and says what its rank is worth.
     _, out, _ = call("explain --ep 2 --model qwen3-30b-a3b --tokens 64 --platform cuda:sm90")
     (line,) = (line for line in out.splitlines() if " all_gather (" in line)
     assert line.startswith("chosen    all_gather (standard or batched, *, predicted priority 60)")
-    code, out, _ = call("explain --ep 8 --model deepseek-v3 --platform cuda:sm90 --way all_gather")
+    code, out, _ = call("explain --ep 8 --model deepseek-v3 --platform cuda:sm90 --dispatcher all_gather")
     assert code == 3
     assert "requires max_num_tokens" in out

@@ -16,9 +16,18 @@ from moereg.selection.loader import list_cells
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
-INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plugins", "platform_claimed_by", "ways"]
+INFO_KEYS = [
+    "schema",
+    "version",
+    "platform",
+    "platform_error",
+    "backends",
+    "plugins",
+    "platform_claimed_by",
+    "dispatchers",
+]
 INFO_KEYS += ["packs"]
-WAY_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
+DISPATCHER_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 BACKEND_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
 CELL_KEYS += ["admitted"]
@@ -43,15 +52,15 @@ def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
 
 
 def test_info_lists_the_ways_of_moving_tokens(call: Call, call_json: CallJson) -> None:
-    ways = {way["name"]: way for way in call_json("info")[1]["ways"]}
-    assert all(list(way) == WAY_KEYS for way in ways.values())
-    assert {"all_gather", "all_to_all", "all_to_all_sums", "low_latency"} <= set(ways)
-    assert [cell["max_group_size"] for cell in ways["all_gather"]["cells"]] == [None, 16]
-    assert all(cell["predicted"] for way in ways.values() for cell in way["cells"])
-    assert ways["all_to_all"]["available"]
-    assert all(cell["opt_in"] for cell in ways["all_to_all_sums"]["cells"])
+    dispatchers = {dispatcher["name"]: dispatcher for dispatcher in call_json("info")[1]["dispatchers"]}
+    assert all(list(dispatcher) == DISPATCHER_KEYS for dispatcher in dispatchers.values())
+    assert {"all_gather", "all_to_all", "all_to_all_sums", "low_latency"} <= set(dispatchers)
+    assert [cell["max_group_size"] for cell in dispatchers["all_gather"]["cells"]] == [None, 16]
+    assert all(cell["predicted"] for dispatcher in dispatchers.values() for cell in dispatcher["cells"])
+    assert dispatchers["all_to_all"]["available"]
+    assert all(cell["opt_in"] for cell in dispatchers["all_to_all_sums"]["cells"])
     out = " ".join(call("info")[1].split())
-    assert "ways between ranks: all_gather, all_to_all, all_to_all_sums (opt-in), low_latency" in out
+    assert "token dispatchers: all_gather, all_to_all, all_to_all_sums (opt-in), low_latency" in out
     assert "AllGather" in call("info --cells")[1]
 
 

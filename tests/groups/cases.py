@@ -99,41 +99,41 @@ def errors_of(kernel: MoEKernel, one: MoEKernel, problem: MoEProblem, rank: int,
     return {
         "equal": equal,
         "error": worst,
-        "way": kernel.prepare_finalize.name,
+        "dispatcher": kernel.prepare_finalize.name,
         "wire": moving.wire.name,
         "backend": kernel.selection.backend,
         "format": kernel.selection.problem.activation_format,
     }
 
 
-def compared(rank: int, size: int, way: str | None = None, **changes: Any) -> dict[str, Any]:
+def compared(rank: int, size: int, dispatcher: str | None = None, **changes: Any) -> dict[str, Any]:
     problem = problem_of(**changes)
     weights = numbers_of(problem)
     one = make_kernel(dataclasses.replace(problem, activation_format="standard"), weights)
     own = share_of(weights, rank, size)
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher)
     return errors_of(kernel, one, problem, rank, size)
 
 
 FP8 = {"dtype": "bfloat16", "quant": "fp8_block128", "intermediate_size": 128}
 ON_INPUT = {"top_k": 1, "apply_router_weight_on_input": True}
 chosen_without_a_word = compared
-all_to_all = functools.partial(compared, way="all_to_all")
-all_gather = functools.partial(compared, way="all_gather")
-all_gather_deterministic = functools.partial(compared, way="all_gather", deterministic=True)
-all_to_all_batched = functools.partial(compared, way="all_to_all", activation_format="batched")
-all_to_all_sums = functools.partial(compared, way="all_to_all_sums")
-all_to_all_sums_batched = functools.partial(compared, way="all_to_all_sums", activation_format="batched")
-all_gather_batched = functools.partial(compared, way="all_gather", activation_format="batched")
-low_latency = functools.partial(compared, way="low_latency")
-low_latency_fp8 = functools.partial(compared, way="low_latency", **FP8)
-weights_on_placed_inputs = functools.partial(compared, way="low_latency", **ON_INPUT)
-all_to_all_fp8 = functools.partial(compared, way="all_to_all", **FP8)
-all_gather_fp8 = functools.partial(compared, way="all_gather", **FP8)
-weights_on_inputs = functools.partial(compared, way="all_to_all", **ON_INPUT)
-weights_on_summed_inputs = functools.partial(compared, way="all_to_all_sums", **ON_INPUT)
-all_to_all_sums_fp8 = functools.partial(compared, way="all_to_all_sums", **FP8)
-weights_on_gathered_inputs = functools.partial(compared, way="all_gather", **ON_INPUT)
+all_to_all = functools.partial(compared, dispatcher="all_to_all")
+all_gather = functools.partial(compared, dispatcher="all_gather")
+all_gather_deterministic = functools.partial(compared, dispatcher="all_gather", deterministic=True)
+all_to_all_batched = functools.partial(compared, dispatcher="all_to_all", activation_format="batched")
+all_to_all_sums = functools.partial(compared, dispatcher="all_to_all_sums")
+all_to_all_sums_batched = functools.partial(compared, dispatcher="all_to_all_sums", activation_format="batched")
+all_gather_batched = functools.partial(compared, dispatcher="all_gather", activation_format="batched")
+low_latency = functools.partial(compared, dispatcher="low_latency")
+low_latency_fp8 = functools.partial(compared, dispatcher="low_latency", **FP8)
+weights_on_placed_inputs = functools.partial(compared, dispatcher="low_latency", **ON_INPUT)
+all_to_all_fp8 = functools.partial(compared, dispatcher="all_to_all", **FP8)
+all_gather_fp8 = functools.partial(compared, dispatcher="all_gather", **FP8)
+weights_on_inputs = functools.partial(compared, dispatcher="all_to_all", **ON_INPUT)
+weights_on_summed_inputs = functools.partial(compared, dispatcher="all_to_all_sums", **ON_INPUT)
+all_to_all_sums_fp8 = functools.partial(compared, dispatcher="all_to_all_sums", **FP8)
+weights_on_gathered_inputs = functools.partial(compared, dispatcher="all_gather", **ON_INPUT)
 
 
 class CodedExperts(FakeExperts):
@@ -178,23 +178,29 @@ def in_two_parts(rank: int, size: int) -> dict[str, Any]:
 
 
 def float16_beyond_its_range(rank: int, size: int) -> dict[str, float]:
-    """By way, the error of results that are beyond 65,504 or have few digits unweighted, or of ranks' sums of such."""
+    """By dispatcher, the error of results beyond 65,504 or with few digits unweighted, or of ranks' sums of such."""
     errors: dict[str, float] = {}
-    for way, scale in itertools.product(("all_to_all", "all_to_all_sums", "all_gather", "low_latency"), (1e5, 1e-5)):
-        problem = problem_of(dtype="float16", activation_format="batched" if way == "low_latency" else "standard")
+    for dispatcher, scale in itertools.product(
+        ("all_to_all", "all_to_all_sums", "all_gather", "low_latency"), (1e5, 1e-5)
+    ):
+        problem = problem_of(
+            dtype="float16", activation_format="batched" if dispatcher == "low_latency" else "standard"
+        )
         weights = make_weights(problem, CPU)
         weights = dataclasses.replace(weights, w2=(weights.w2.float() * scale).clamp(-6e4, 6e4).half())
-        kernel = make_kernel(problem, share_of(weights, rank, size), group=dist.group.WORLD, prepare_finalize=way)
+        kernel = make_kernel(
+            problem, share_of(weights, rank, size), group=dist.group.WORLD, prepare_finalize=dispatcher
+        )
         for num_tokens in (5 * rank, MOST_TOKENS):
             hidden_states, topk_weights, topk_ids = tokens_of(problem, rank, num_tokens)
             call = 10 * hidden_states, topk_weights * 10 / scale, topk_ids
-            errors[f"{way}, {scale}, {num_tokens}"] = relative_error(
+            errors[f"{dispatcher}, {scale}, {num_tokens}"] = relative_error(
                 kernel(*call), reference_experts(problem, weights, *call, None)
             )
     return errors
 
 
-def placed(rank: int, size: int, way: str) -> dict[str, Any]:
+def placed(rank: int, size: int, dispatcher: str) -> dict[str, Any]:
     """Experts anywhere, some of them on two ranks."""
     problem = problem_of()
     weights = numbers_of(problem)
@@ -203,14 +209,14 @@ def placed(rank: int, size: int, way: str) -> dict[str, Any]:
     held[0] += [expert for expert in held[1][:2]]
     placement = moereg.ExpertPlacement(problem.num_experts, tuple(map(tuple, held)))
     own = experts_of(weights, placement.experts_of_rank[rank])
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way, expert_placement=placement)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher, expert_placement=placement)
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
 
 
-replicas_all_to_all = functools.partial(placed, way="all_to_all")
-replicas_all_to_all_sums = functools.partial(placed, way="all_to_all_sums")
-replicas_all_gather = functools.partial(placed, way="all_gather")
-replicas_low_latency = functools.partial(placed, way="low_latency")
+replicas_all_to_all = functools.partial(placed, dispatcher="all_to_all")
+replicas_all_to_all_sums = functools.partial(placed, dispatcher="all_to_all_sums")
+replicas_all_gather = functools.partial(placed, dispatcher="all_gather")
+replicas_low_latency = functools.partial(placed, dispatcher="low_latency")
 
 
 def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
@@ -225,14 +231,14 @@ def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
 
 
-def fault(rank: int, size: int, signal_number: int, way: str) -> dict[str, Any]:
+def fault(rank: int, size: int, signal_number: int, dispatcher: str) -> dict[str, Any]:
     """The last rank gets a signal after a call; what the others say, and after when."""
     problem = problem_of()
     own = share_of(numbers_of(problem), rank, size)
     inputs = tokens_of(problem, rank, 4)
     start, text = time.monotonic(), "nothing"
     try:
-        kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
+        kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher)
         kernel(*inputs)
         start = time.monotonic()
         if rank == size - 1:
@@ -243,8 +249,8 @@ def fault(rank: int, size: int, signal_number: int, way: str) -> dict[str, Any]:
     return {"text": text, "seconds": time.monotonic() - start}
 
 
-killed_all_to_all = functools.partial(fault, signal_number=signal.SIGKILL, way="all_to_all")
-stalled_low_latency = functools.partial(fault, signal_number=signal.SIGSTOP, way="low_latency")
+killed_all_to_all = functools.partial(fault, signal_number=signal.SIGKILL, dispatcher="all_to_all")
+stalled_low_latency = functools.partial(fault, signal_number=signal.SIGSTOP, dispatcher="low_latency")
 
 
 def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any) -> str:
@@ -260,14 +266,14 @@ def refusals(rank: int, size: int) -> dict[str, str]:
     """What ranks say that cannot make a layer together, or of which the first cannot."""
     asked: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "other_problems": ({"top_k": 2 + rank % 2}, {}),
-        "other_ways": ({}, {"prepare_finalize": "all_to_all" if rank else "all_gather"}),
+        "other_dispatchers": ({}, {"prepare_finalize": "all_to_all" if rank else "all_gather"}),
         "other_rooms": ({"max_num_tokens": MOST_TOKENS + rank}, {"prepare_finalize": "all_gather"}),
         "other_numbers_of_parts": ({}, {"num_batches": 1 + rank}),
         "experts_that_do_not_divide": ({"num_experts": 13}, {}),
         "capture_with_counts": ({"graph_capture": True}, {"prepare_finalize": "all_to_all"}),
         # The weights of rank 0 are not those of its problem.
         "one_cannot": ({"intermediate_size": 32 if rank else 64}, {}),
-        "one_finds_no_way": ({}, {"prepare_finalize": "all_gather" if rank else "no_such_way"}),
+        "one_finds_no_dispatcher": ({}, {"prepare_finalize": "all_gather" if rank else "no_such_dispatcher"}),
     }
     return {name: error_of_making(rank, size, problem_of(**facts), **rest) for name, (facts, rest) in asked.items()}
 

@@ -24,13 +24,13 @@ FACTS = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k
 
 
 def layer_of(
-    rank: int, size: int, way: str, num_batches: int = 1, **changes: Any
+    rank: int, size: int, dispatcher: str, num_batches: int = 1, **changes: Any
 ) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
     problem = MoEProblem(**{**FACTS, **changes})
     device = torch.device("cuda", torch.cuda.current_device())
     weights = make_weights(problem, device)
     own = share_of(weights, rank, size)
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way, num_batches=num_batches)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher, num_batches=num_batches)
     return problem, kernel, make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
 
 
@@ -39,9 +39,9 @@ def inputs_of(problem: MoEProblem, rank: int, num_tokens: int) -> tuple[torch.Te
     return hidden_states.cuda(), topk_weights.cuda(), topk_ids.cuda()
 
 
-def compared(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
+def compared(rank: int, size: int, dispatcher: str, **changes: Any) -> dict[str, Any]:
     """Uneven tokens, none on one rank, none on all."""
-    problem, kernel, one = layer_of(rank, size, way, **changes)
+    problem, kernel, one = layer_of(rank, size, dispatcher, **changes)
     worst = 0.0
     for num_tokens in (MOST_TOKENS, 1 + rank, 0 if rank == 0 else 5, 0):
         inputs = inputs_of(problem, rank, num_tokens)
@@ -49,7 +49,7 @@ def compared(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
         assert not found.isnan().any()
         if num_tokens:
             worst = max(worst, relative_error(found, expected))
-    return {"error": worst, "backend": kernel.selection.backend, "way": kernel.prepare_finalize.name}
+    return {"error": worst, "backend": kernel.selection.backend, "dispatcher": kernel.prepare_finalize.name}
 
 
 def graph_of(kernel: MoEKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
@@ -69,9 +69,9 @@ def graph_of(kernel: MoEKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch
     return out, graph
 
 
-def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
+def captured(rank: int, size: int, dispatcher: str, **changes: Any) -> dict[str, Any]:
     """Nothing waits for the host, and a graph computes what comes into its inputs later."""
-    problem, kernel, one = layer_of(rank, size, way, graph_capture=True, **changes)
+    problem, kernel, one = layer_of(rank, size, dispatcher, graph_capture=True, **changes)
     inputs = inputs_of(problem, rank, MOST_TOKENS)
     out, graph = graph_of(kernel, inputs)
     worst = 0.0
@@ -110,10 +110,10 @@ def experts_that_move(rank: int, size: int) -> dict[str, Any]:
     return {"error": worst}
 
 
-def codes_as_they_come(rank: int, size: int, way: str, num_tokens: int) -> dict[str, Any]:
+def codes_as_they_come(rank: int, size: int, dispatcher: str, num_tokens: int) -> dict[str, Any]:
     """Codes that the kernels take as they travelled give the bits of those that they round again, and of 16 bits."""
     sizes = {"num_experts": 8, "intermediate_size": 512, "max_num_tokens": num_tokens}
-    problem, kernel, one = layer_of(rank, size, way, quant="fp8_block128", **sizes)
+    problem, kernel, one = layer_of(rank, size, dispatcher, quant="fp8_block128", **sizes)
     moves = kernel.prepare_finalize
     assert isinstance(moves, GroupPrepareFinalize)
     assert kernel.experts.input_form == "quantized"
@@ -127,10 +127,10 @@ def codes_as_they_come(rank: int, size: int, way: str, num_tokens: int) -> dict[
     return {"error": relative_error(found[0], one(*inputs)), "backend": kernel.selection.backend}
 
 
-codes_all_to_all = functools.partial(codes_as_they_come, way="all_to_all", num_tokens=16)
-codes_all_gather = functools.partial(codes_as_they_come, way="all_gather", num_tokens=4)
+codes_all_to_all = functools.partial(codes_as_they_come, dispatcher="all_to_all", num_tokens=16)
+codes_all_gather = functools.partial(codes_as_they_come, dispatcher="all_gather", num_tokens=4)
 # Enough rows an expert for the warp-specialized programs.
-codes_in_hopper_tiles = functools.partial(codes_as_they_come, way="all_gather", num_tokens=512)
+codes_in_hopper_tiles = functools.partial(codes_as_they_come, dispatcher="all_gather", num_tokens=512)
 
 
 def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:
         ("low_latency", {"quant": "fp8_block128"}),
         ("all_gather", {"quant": "fp8_block128", "activation_format": "batched"}),
     )
-    for way, changes in layers:
-        problem, kernel, one = layer_of(rank, size, way, **changes)
+    for dispatcher, changes in layers:
+        problem, kernel, one = layer_of(rank, size, dispatcher, **changes)
         moves = kernel.prepare_finalize
         assert isinstance(moves, GroupPrepareFinalize)
         for num_tokens in (MOST_TOKENS, 3 + rank):
@@ -153,7 +153,7 @@ def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:
                 assert moves.wire.calls_kernels(inputs[0]) is (in_triton is None)
                 given.append(seen_by_experts(moves.prepare(*inputs, moves.experts_problem, kernel.expert_map).inputs))
                 worst = max(worst, relative_error(kernel(*inputs), one(*inputs)))
-            assert all(torch.equal(*pair) for pair in zip(*given, strict=True)), (way, changes, num_tokens)
+            assert all(torch.equal(*pair) for pair in zip(*given, strict=True)), (dispatcher, changes, num_tokens)
     return {"error": worst}
 
 
@@ -167,19 +167,19 @@ def seen_by_experts(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
     return as_bytes(rows[places < inputs.expert_num_tokens.unsqueeze(1)]), inputs.expert_num_tokens
 
 
-two_batches = functools.partial(compared, way="all_to_all", num_batches=2)
-two_batches_captured = functools.partial(captured, way="all_gather", num_batches=2)
-all_to_all = functools.partial(compared, way="all_to_all")
-all_to_all_sums = functools.partial(compared, way="all_to_all_sums")
-all_to_all_sums_fp8 = functools.partial(compared, way="all_to_all_sums", quant="fp8_block128")
-all_gather = functools.partial(compared, way="all_gather")
-low_latency = functools.partial(compared, way="low_latency")
-all_to_all_fp8 = functools.partial(compared, way="all_to_all", quant="fp8_block128")
-all_gather_fp8 = functools.partial(compared, way="all_gather", quant="fp8_block128")
-low_latency_fp8 = functools.partial(compared, way="low_latency", quant="fp8_block128")
-all_gather_captured = functools.partial(captured, way="all_gather")
-all_gather_deterministic_captured = functools.partial(captured, way="all_gather", deterministic=True)
-low_latency_captured = functools.partial(captured, way="low_latency")
+two_batches = functools.partial(compared, dispatcher="all_to_all", num_batches=2)
+two_batches_captured = functools.partial(captured, dispatcher="all_gather", num_batches=2)
+all_to_all = functools.partial(compared, dispatcher="all_to_all")
+all_to_all_sums = functools.partial(compared, dispatcher="all_to_all_sums")
+all_to_all_sums_fp8 = functools.partial(compared, dispatcher="all_to_all_sums", quant="fp8_block128")
+all_gather = functools.partial(compared, dispatcher="all_gather")
+low_latency = functools.partial(compared, dispatcher="low_latency")
+all_to_all_fp8 = functools.partial(compared, dispatcher="all_to_all", quant="fp8_block128")
+all_gather_fp8 = functools.partial(compared, dispatcher="all_gather", quant="fp8_block128")
+low_latency_fp8 = functools.partial(compared, dispatcher="low_latency", quant="fp8_block128")
+all_gather_captured = functools.partial(captured, dispatcher="all_gather")
+all_gather_deterministic_captured = functools.partial(captured, dispatcher="all_gather", deterministic=True)
+low_latency_captured = functools.partial(captured, dispatcher="low_latency")
 
 
 def all_to_all_refuses_capture(rank: int, size: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def ring(num_experts: int, size: int, shift: int, extra: int) -> moereg.ExpertPl
     return moereg.ExpertPlacement(num_experts, tuple(ranks))
 
 
-def moved(rank: int, size: int, way: str, backend: str | None = None, **changes: Any) -> dict[str, Any]:
+def moved(rank: int, size: int, dispatcher: str, backend: str | None = None, **changes: Any) -> dict[str, Any]:
     """Experts that move while calls go on, against the same layer on one rank."""
     problem = problem_of(**changes)
     weights = make_weights(problem, CPU)
@@ -39,7 +39,7 @@ def moved(rank: int, size: int, way: str, backend: str | None = None, **changes:
     own = experts_of(weights, before.experts_of_rank[rank])
     given = {name: tensor.clone() for name, tensor in own.tensors().items()}
     kernel = make_kernel(
-        problem, own, group=dist.group.WORLD, prepare_finalize=way, expert_placement=before, own_weights=True
+        problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher, expert_placement=before, own_weights=True
     )
     addresses = _addresses(kernel)
     worst, numbers = 0.0, []
@@ -84,13 +84,15 @@ def _is_that_of(kernel: MoEKernel, weights: ExpertWeights, experts: tuple[int, .
     return all(torch.equal(_bytes(mine), _bytes(theirs)) for mine, theirs in dense)
 
 
-move_all_to_all = functools.partial(moved, way="all_to_all")
-move_all_gather = functools.partial(moved, way="all_gather", activation_format="batched")
-move_bf16 = functools.partial(moved, way="all_to_all", dtype="bfloat16")
-move_fp8 = functools.partial(moved, way="all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-move_int4 = functools.partial(moved, way="all_gather", quant="int4_w4a16_g32", dtype="bfloat16")
-move_with_bias = functools.partial(moved, way="all_gather", has_bias=True, activation="swigluoai")
-move_low_latency = functools.partial(moved, way="low_latency")
+move_all_to_all = functools.partial(moved, dispatcher="all_to_all")
+move_all_gather = functools.partial(moved, dispatcher="all_gather", activation_format="batched")
+move_bf16 = functools.partial(moved, dispatcher="all_to_all", dtype="bfloat16")
+move_fp8 = functools.partial(
+    moved, dispatcher="all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128
+)
+move_int4 = functools.partial(moved, dispatcher="all_gather", quant="int4_w4a16_g32", dtype="bfloat16")
+move_with_bias = functools.partial(moved, dispatcher="all_gather", has_bias=True, activation="swigluoai")
+move_low_latency = functools.partial(moved, dispatcher="low_latency")
 
 
 def canonical(rank: int, size: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.platforms import platform_of
 from moereg.prepare_finalize import Group
-from moereg.selection.movement import select_movement
+from moereg.selection.dispatcher import select_dispatcher
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
@@ -22,13 +22,13 @@ from tests.layer.small_plans import Ranges, experts_of, plan_of
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts
 
 
-def selection_for(problem: MoEProblem, way: str, ranges: Ranges) -> Selection:
-    movement = select_movement(problem, Group(dist.group.WORLD, CPU).facts, platform_of(CPU), require=way)
-    assert movement.winner is not None
-    return plan_of(movement.experts_problem(movement.winner), ranges, platform_of(CPU))
+def selection_for(problem: MoEProblem, dispatcher: str, ranges: Ranges) -> Selection:
+    dispatcher = select_dispatcher(problem, Group(dist.group.WORLD, CPU).facts, platform_of(CPU), require=dispatcher)
+    assert dispatcher.winner is not None
+    return plan_of(dispatcher.experts_problem(dispatcher.winner), ranges, platform_of(CPU))
 
 
-def by_tokens(rank: int, size: int, way: str, most: int = 8, **changes: Any) -> dict[str, Any]:
+def by_tokens(rank: int, size: int, dispatcher: str, most: int = 8, **changes: Any) -> dict[str, Any]:
     """Up to so many rows that arrive, and more."""
     problem = problem_of(**changes)
     weights = numbers_of(problem)
@@ -41,8 +41,8 @@ def by_tokens(rank: int, size: int, way: str, most: int = 8, **changes: Any) -> 
         return kind
 
     few, many = noted("few"), noted("many")
-    selection = selection_for(problem, way, [(most, few), (None, many)])
-    parts: dict[str, Any] = {"group": dist.group.WORLD, "prepare_finalize": way, "selection": selection}
+    selection = selection_for(problem, dispatcher, [(most, few), (None, many)])
+    parts: dict[str, Any] = {"group": dist.group.WORLD, "prepare_finalize": dispatcher, "selection": selection}
     kernel = make_kernel(problem, share_of(weights, rank, size), **parts)
     one = make_kernel(problem_of(), weights)
     equal = True
@@ -66,11 +66,11 @@ class _Noting(list[int]):
         self._order.append(self._name)
 
 
-all_to_all = functools.partial(by_tokens, way="all_to_all")
-all_to_all_batched = functools.partial(by_tokens, way="all_to_all", activation_format="batched")
+all_to_all = functools.partial(by_tokens, dispatcher="all_to_all")
+all_to_all_batched = functools.partial(by_tokens, dispatcher="all_to_all", activation_format="batched")
 # There is room for twice `MOST_TOKENS`.
-all_gather = functools.partial(by_tokens, way="all_gather", most=2 * MOST_TOKENS)
-low_latency = functools.partial(by_tokens, way="low_latency", most=2 * MOST_TOKENS, activation_format="batched")
+all_gather = functools.partial(by_tokens, dispatcher="all_gather", most=2 * MOST_TOKENS)
+low_latency = functools.partial(by_tokens, dispatcher="low_latency", most=2 * MOST_TOKENS, activation_format="batched")
 
 
 def float16_rows_of_two_kinds(rank: int, size: int) -> dict[str, Any]:

@@ -21,15 +21,15 @@ NEAR: Final = ("all_to_all_fp8", "all_gather_fp8", "all_to_all_sums_fp8", "low_l
 """Cases with tokens in 8 bits: sums of products depend on how many rows are multiplied together, by a rounding."""
 REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
-    "other_ways": "RanksDifferError: all ranks must run the same layer, got way all_gather on rank 0, all_to_all on ra",
+    "other_dispatchers": "RanksDifferError: all ranks must run the same layer, got dispatcher all_gather on rank 0, all",
     "other_rooms": "RanksDifferError: all ranks must run the same layer, got max_num_tokens 8 on rank 0, 9 on rank 1;",
     "other_numbers_of_parts": "RanksDifferError: all ranks must run the same layer, got num_batches 1 on rank 0, 2 on ",
     "experts_that_do_not_divide": "ArgumentError: a group's ranks must divide the experts where no map says who holds",
-    "capture_with_counts": "UnsupportedProblemError: no way of moving tokens fits .*nearest is all_to_all: waits for c",
+    "capture_with_counts": "UnsupportedProblemError: no token dispatcher fits .*nearest is all_to_all: waits for c",
 }
 ONE_FAILS: Final = {
     "one_cannot": r"ArgumentError: w13 must be \[6, 64, 128\]",
-    "one_finds_no_way": "UnknownNameError: unknown way in require 'no_such_way'",
+    "one_finds_no_dispatcher": "UnknownNameError: unknown dispatcher in require 'no_such_dispatcher'",
 }
 CALLS: Final = (
     *("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu"),
@@ -67,7 +67,7 @@ def test_results_beyond_the_range_of_float16_travel_in_fp32(two_ranks: list[dict
 
 def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -> None:
     found = two_ranks[0]
-    assert value_of(found, "chosen_without_a_word")["way"] == "all_gather"  # Two ranks.
+    assert value_of(found, "chosen_without_a_word")["dispatcher"] == "all_gather"  # Two ranks.
     assert value_of(found, "all_to_all")["wire"] == "float32"
     assert found["all_to_all_fp8"]["wire"] == "float8_e4m3fn with float32 scales"
     assert found["all_to_all_batched"]["format"] == found["all_gather_batched"]["format"] == "batched"
@@ -185,8 +185,8 @@ def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
 @pytest.mark.slow
 def test_triton_moves_tokens_as_torch_does_in_so_many_launches() -> None:
     pytest.importorskip("triton")
-    for result in results_of(2, "ways_in_triton", module="tests.groups.triton_cases"):
-        found = value_of(result, "ways_in_triton")
+    for result in results_of(2, "dispatchers_in_triton", module="tests.groups.triton_cases"):
+        found = value_of(result, "dispatchers_in_triton")
         assert len(found) == 19
         for name, of in found.items():
             assert of["equal"], name

@@ -27,8 +27,8 @@ def _name_of(kernel: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """A way with a layer whose tokens it moves.
+class Dispatcher:
+    """A dispatcher with a layer whose tokens it moves.
 
     What it launches on a GPU around its experts: kernels and exchanges, in order.
     """
@@ -59,35 +59,43 @@ _PLAIN_ROOMS: Final = ("place_routes", "spread_tokens", *_IN_ROOMS)
 _CODED_ROOMS: Final = ("place_routes", "quantize_tokens", *_IN_ROOMS)
 _OWN: Final = ("all_gather_columns", "keep_own_routes", "experts", "reduce_scatter")
 _BY_RANK: Final = ("all_gather_columns", "experts", "all_to_all", "sum_of_ranks")
-WAYS: Final = {
-    "all_gather": Way("all_gather", _GATHERED),
-    "all_gather_fewer": Way("all_gather", ("pad_tokens", *_GATHERED), fewer=True),
-    "all_gather_replicas": Way("all_gather", _OWN, replicas=True),
-    "all_gather_deterministic": Way("all_gather", _BY_RANK, changes={"deterministic": True}),
-    "all_gather_batched": Way("all_gather", ("all_gather_columns", *_LAID_OUT, "reduce_scatter"), changes=BATCHED),
-    "all_gather_fp8": Way("all_gather", ("pad_tokens", *_RESTORED), fewer=True, changes={**FP8, "hidden_size": 200}),
-    "all_gather_mxfp8": Way("all_gather", _RESTORED, changes={**CODED, "quant": "mxfp8"}),
-    "low_latency": Way("low_latency", _PLAIN_ROOMS),
-    "low_latency_replicas": Way("low_latency", _PLAIN_ROOMS, fewer=True, replicas=True),
-    "low_latency_on_input": Way("low_latency", _PLAIN_ROOMS, changes=ON_INPUT),
-    "low_latency_fp8": Way("low_latency", _CODED_ROOMS, changes={**FP8, "hidden_size": 200}),
-    "low_latency_mxfp8": Way("low_latency", _CODED_ROOMS, fewer=True, changes={**CODED, "quant": "mxfp8"}),
-    "low_latency_int8": Way("low_latency", _CODED_ROOMS, changes=INT8),
-    "all_to_all": Way("all_to_all", (*_SENT, "unpack_tokens", *_HOME)),
-    "all_to_all_batched": Way(
+DISPATCHERS: Final = {
+    "all_gather": Dispatcher("all_gather", _GATHERED),
+    "all_gather_fewer": Dispatcher("all_gather", ("pad_tokens", *_GATHERED), fewer=True),
+    "all_gather_replicas": Dispatcher("all_gather", _OWN, replicas=True),
+    "all_gather_deterministic": Dispatcher("all_gather", _BY_RANK, changes={"deterministic": True}),
+    "all_gather_batched": Dispatcher(
+        "all_gather", ("all_gather_columns", *_LAID_OUT, "reduce_scatter"), changes=BATCHED
+    ),
+    "all_gather_fp8": Dispatcher(
+        "all_gather", ("pad_tokens", *_RESTORED), fewer=True, changes={**FP8, "hidden_size": 200}
+    ),
+    "all_gather_mxfp8": Dispatcher("all_gather", _RESTORED, changes={**CODED, "quant": "mxfp8"}),
+    "low_latency": Dispatcher("low_latency", _PLAIN_ROOMS),
+    "low_latency_replicas": Dispatcher("low_latency", _PLAIN_ROOMS, fewer=True, replicas=True),
+    "low_latency_on_input": Dispatcher("low_latency", _PLAIN_ROOMS, changes=ON_INPUT),
+    "low_latency_fp8": Dispatcher("low_latency", _CODED_ROOMS, changes={**FP8, "hidden_size": 200}),
+    "low_latency_mxfp8": Dispatcher("low_latency", _CODED_ROOMS, fewer=True, changes={**CODED, "quant": "mxfp8"}),
+    "low_latency_int8": Dispatcher("low_latency", _CODED_ROOMS, changes=INT8),
+    "all_to_all": Dispatcher("all_to_all", (*_SENT, "unpack_tokens", *_HOME)),
+    "all_to_all_batched": Dispatcher(
         "all_to_all", (*_SENT, "unpack_tokens", *_LAID_OUT, "all_to_all", "sum_batches"), fewer=True, changes=BATCHED
     ),
-    "all_to_all_on_input": Way("all_to_all", (*_SENT, "unpack_tokens", *_HOME), changes=ON_INPUT),
-    "all_to_all_fp8": Way("all_to_all", (*_CODED, "unpack_tokens", "restore_tokens", *_HOME), fewer=True, changes=FP8),
-    "all_to_all_sums": Way("all_to_all_sums", (*_SENT, "split_rows", *_HOME), fewer=True),
-    "all_to_all_sums_fp8": Way("all_to_all_sums", (*_CODED, "split_rows", "restore_tokens", *_HOME), changes=FP8),
+    "all_to_all_on_input": Dispatcher("all_to_all", (*_SENT, "unpack_tokens", *_HOME), changes=ON_INPUT),
+    "all_to_all_fp8": Dispatcher(
+        "all_to_all", (*_CODED, "unpack_tokens", "restore_tokens", *_HOME), fewer=True, changes=FP8
+    ),
+    "all_to_all_sums": Dispatcher("all_to_all_sums", (*_SENT, "split_rows", *_HOME), fewer=True),
+    "all_to_all_sums_fp8": Dispatcher(
+        "all_to_all_sums", (*_CODED, "split_rows", "restore_tokens", *_HOME), changes=FP8
+    ),
 }
 """What ranks do with the tokens of a call, in torch and in Triton."""
 
 
 @contextlib.contextmanager
 def noted(seen: list[str]) -> Iterator[None]:
-    """Notes what movement launches on a GPU: kernels by name, and exchanges."""
+    """Notes what dispatcher launches on a GPU: kernels by name, and exchanges."""
 
     def noting(run: Any, name: str | None) -> Any:
         def run_and_note(*given: Any, **options: Any) -> None:
@@ -108,28 +116,28 @@ def noted(seen: list[str]) -> Iterator[None]:
         yield
 
 
-def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
-    """A way in torch, in Triton and in both by rank, from the same tokens."""
+def moved(rank: int, size: int, dispatcher: Dispatcher) -> dict[str, Any]:
+    """A dispatcher in torch, in Triton and in both by rank, from the same tokens."""
     patch_interpreter()
-    problem = problem_of(**{"num_experts": 6, "hidden_size": 72, "max_num_tokens": 3, **way.changes})
+    problem = problem_of(**{"num_experts": 6, "hidden_size": 72, "max_num_tokens": 3, **dispatcher.changes})
     weights = numbers_of(problem)
     order = [5, 2, 0, 4, 1, 3]
     held = [order[each::size] for each in range(size)]
-    if way.replicas:
+    if dispatcher.replicas:
         held[0].append(held[1][0])
     placement = moereg.ExpertPlacement(6, tuple(map(tuple, held)))
     kernel = make_kernel(
         problem,
-        experts_of(weights, placement.experts_of_rank[rank]) if way.replicas else share_of(weights, rank, size),
+        experts_of(weights, placement.experts_of_rank[rank]) if dispatcher.replicas else share_of(weights, rank, size),
         group=dist.group.WORLD,
-        prepare_finalize=way.name,
-        expert_placement=placement if way.replicas else None,
+        prepare_finalize=dispatcher.name,
+        expert_placement=placement if dispatcher.replicas else None,
     )
     moves = kernel.prepare_finalize
     assert isinstance(moves, GroupPrepareFinalize)
     equal = True
     inputs = tokens_of(problem, rank, 3)
-    for num_tokens in (1 + rank, 0) if way.fewer else (3,):
+    for num_tokens in (1 + rank, 0) if dispatcher.fewer else (3,):
         inputs = tuple(tensor[:num_tokens] for tensor in tokens_of(problem, rank, 3))
         found = []
         for in_triton in (False, rank == 0, True):
@@ -140,7 +148,7 @@ def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
             found.append((out, *seen_by_experts(prepared.inputs)))
         equal = equal and all(torch.equal(mine[0], each) for mine in zip(*found, strict=True) for each in mine)
     seen: list[str] = []
-    if way.fewer:
+    if dispatcher.fewer:
         inputs = tuple(tensor[:2] for tensor in tokens_of(problem, rank, 3))
         kernel(*inputs)  # What grows with the number of rows has grown.
     if moves.activation_format == "batched":
@@ -152,8 +160,8 @@ def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
     expert_out = kernel.run_experts(prepared)
     with noted(seen):
         moves.finalize(out, expert_out, prepared, moves.experts_problem)
-    return {"equal": equal, "launches": seen, "expected": way.launches, "wire": moves.wire.name}
+    return {"equal": equal, "launches": seen, "expected": dispatcher.launches, "wire": moves.wire.name}
 
 
-def ways_in_triton(rank: int, size: int) -> dict[str, Any]:
-    return {name: moved(rank, size, way) for name, way in WAYS.items()}
+def dispatchers_in_triton(rank: int, size: int) -> dict[str, Any]:
+    return {name: moved(rank, size, dispatcher) for name, dispatcher in DISPATCHERS.items()}

@@ -1,4 +1,4 @@
-"""Triton's kernels of what ways between ranks do with tokens, against torch's way: the same function, bit for bit."""
+"""Triton's kernels of what token dispatchers do with tokens, against torch's code: the same function, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token movement, against loops."""
+"""Token dispatcher, against loops."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
     local = local_expert_ids(ids, problem.num_local_experts, None)
     rows[local < 0] = torch.nan
     weights[local < 0] = torch.nan  # On a GPU nobody checks ids; a route that goes nowhere still adds nothing.
-    movement = StandardPrepareFinalize()
+    dispatcher = StandardPrepareFinalize()
     out = torch.full((5, 8), torch.nan)
-    movement.finalize(out, rows, movement.prepare(torch.randn(5, 8), weights, ids, problem, None), problem)
+    dispatcher.finalize(out, rows, dispatcher.prepare(torch.randn(5, 8), weights, ids, problem, None), problem)
     expected = torch.zeros(5, 8)
     for token, slot in torch.nonzero(local >= 0).tolist():
         expected[token] += rows[token, slot] * (1.0 if weight_on_input else weights[token, slot])
@@ -65,11 +65,11 @@ def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
 def test_finalize_computes_in_fp32(values: list[float], weights: list[float], total: float) -> None:
     problem = problem_of(dtype="bfloat16", num_experts=8, top_k=len(values))
     rows = torch.tensor(values).bfloat16().view(1, -1, 1).expand(1, -1, 8).contiguous()
-    movement = StandardPrepareFinalize()
+    dispatcher = StandardPrepareFinalize()
     ids = torch.arange(len(values), dtype=torch.int32).unsqueeze(0)
-    prepared = movement.prepare(rows[:, 0].contiguous(), torch.tensor([weights]), ids, problem, None)
+    prepared = dispatcher.prepare(rows[:, 0].contiguous(), torch.tensor([weights]), ids, problem, None)
     out = torch.empty(1, 8, dtype=torch.bfloat16)
-    movement.finalize(out, rows, prepared, problem)
+    dispatcher.finalize(out, rows, prepared, problem)
     assert out.tolist() == [[total] * 8]
 
 
@@ -81,13 +81,13 @@ def test_batched_scales_inputs() -> None:
         torch.tensor([[2.0], [3.0], [5.0]]),
     )
     before = x.clone()
-    movement = BatchedPrepareFinalize()
-    prepared = movement.prepare(x, weights, ids, problem, None)
+    dispatcher = BatchedPrepareFinalize()
+    prepared = dispatcher.prepare(x, weights, ids, problem, None)
     torch.testing.assert_close(prepared.inputs.hidden_states[2, :2], x[[0, 2]] * torch.tensor([[2.0], [5.0]]))
     torch.testing.assert_close(prepared.inputs.hidden_states[0, :1], x[[1]] * 3.0)
     assert torch.equal(x, before)
     out = torch.empty(3, 8)
-    movement.finalize(out, prepared.inputs.hidden_states, prepared, problem)
+    dispatcher.finalize(out, prepared.inputs.hidden_states, prepared, problem)
     torch.testing.assert_close(out, x * weights)
 
 
@@ -103,8 +103,8 @@ def test_batched_places_every_route(expert_map: list[int] | None) -> None:
     mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
     ids = torch.tensor([[2, 0, 2], [0, 1, 2], [3, 3, 3], [-1, 4, 1], [2, 1, 0]], dtype=torch.int32)
     x, weights = torch.randn(5, 8), torch.rand(5, 3)
-    movement = BatchedPrepareFinalize()
-    prepared = movement.prepare(x, weights, ids, problem, mapping)
+    dispatcher = BatchedPrepareFinalize()
+    prepared = dispatcher.prepare(x, weights, ids, problem, mapping)
     local = local_expert_ids(ids, problem.num_local_experts, mapping)
     rows, counts = prepared.inputs.hidden_states, prepared.inputs.expert_num_tokens
     assert rows.is_contiguous()
@@ -119,6 +119,6 @@ def test_batched_places_every_route(expert_map: list[int] | None) -> None:
         assert torch.equal(rows[expert, :count], x[tokens])
         expert_out[expert, :count] = x[tokens] * (expert + 1)
     out = torch.full((5, 8), torch.nan)
-    movement.finalize(out, expert_out, prepared, problem)
+    dispatcher.finalize(out, expert_out, prepared, problem)
     factor = torch.where(local >= 0, (local + 1) * weights, 0.0).sum(1, keepdim=True)
     torch.testing.assert_close(out, x * factor)

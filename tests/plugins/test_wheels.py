@@ -74,8 +74,8 @@ def test_a_way_between_ranks_without_its_library(tmp_path: Path) -> None:
     ways = shown.out.partition("experts of a rank behind")[0]
     assert "rejected  deepep (standard of moereg-deepep 0.1.0, cuda:sm90+, predicted priority 80)" in ways
     assert "is opt-in: name it in require or prefer [opt_in]" in ways
-    movement = asked.json["movement"]
-    assert (movement["selected"], movement["decisions"][0]["origin"]) == ("deepep", "moereg-deepep")
+    dispatcher = asked.json["dispatcher"]
+    assert (dispatcher["selected"], dispatcher["decisions"][0]["origin"]) == ("deepep", "moereg-deepep")
     statuses = {(plugin["group"], plugin["name"]): plugin["status"] for plugin in info.json["plugins"]}
     assert statuses == {("moereg.prepare_finalize", "deepep"): "loaded"}
     (found,) = (way for way in info.json["ways"] if way["name"] == "deepep")

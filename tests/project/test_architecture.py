@@ -185,8 +185,8 @@ def test_fields_of_the_json_are_those_that_are_printed(tmp_path: Path, monkeypat
         "verify": verified,
         "a verified cell": verified["cells"][0],
         "a result": verified["results"][0],
-        "a dispatcher": info["ways"][0],
-        "a rectangle of it": info["ways"][0]["cells"][0],
+        "a dispatcher": info["dispatchers"][0],
+        "a rectangle of it": info["dispatchers"][0]["cells"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
     printed["tune"] = tune_layer(Question(dataclasses.replace(flags, require=["triton"]), (1,))).values

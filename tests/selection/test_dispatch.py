@@ -174,7 +174,7 @@ REASONS = [
 
 
 def test_every_reason_code_is_covered() -> None:
-    # A quarantine is a file, which test_quarantine.py writes; of groups test_movement.py knows; layouts are below.
+    # A quarantine is a file, which test_quarantine.py writes; of groups test_dispatcher.py knows; layouts are below.
     assert {row[0] for row in REASONS} | {"quarantined", "group", "layout"} == set(REASON_CODES)
     assert all(CURES.values())
 

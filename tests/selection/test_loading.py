@@ -15,7 +15,7 @@ import pytest
 
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning, PluginError, PluginWarning, RegistrationError
-from moereg.prepare_finalize import MOVEMENTS
+from moereg.prepare_finalize import DISPATCHERS
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import loader as discovery
 from moereg.selection.loader import _Loader
@@ -365,16 +365,16 @@ def test_what_no_entry_point_names_is_the_fault_of_the_plugin_that_brings_it(
 
 
 def test_one_module_brings_a_backend_and_a_way(wheels: Wheels) -> None:
-    way = (
-        "from moereg.author import register_prepare_finalize\nfrom tests.selection.test_movement import Moving\n"
+    dispatcher = (
+        "from moereg.author import register_prepare_finalize\nfrom tests.selection.test_dispatcher import Moving\n"
         "@register_prepare_finalize('both', 1, ('standard',), ('cuda',))\nclass Way(Moving): pass\n"
     )
-    wheels.install("both", {"both": "both_wheel"}, {"both_wheel.py": backend("both") + way})
+    wheels.install("both", {"both": "both_wheel"}, {"both_wheel.py": backend("both") + dispatcher})
     points = wheels.folder / "both-1.2.dist-info" / "entry_points.txt"
     points.write_text("[moereg.prepare_finalize]\nboth = both_wheel\n" + points.read_text())
     assert wheels.load() == {"both": "loaded"}
     assert wheels.origins("both") == {"both": "both 1.2"}
-    assert [cell.provider for cell in MOVEMENTS.by_name("both")] == ["both 1.2"]
+    assert [cell.provider for cell in DISPATCHERS.by_name("both")] == ["both 1.2"]
 
 
 def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""MoEProblem: its refusals, its text, and its way through JSON."""
+"""MoEProblem: its refusals, its text, and its dispatcher through JSON."""
 
 from __future__ import annotations
 

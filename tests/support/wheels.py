@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moereg.prepare_finalize import MOVEMENTS
+from moereg.prepare_finalize import DISPATCHERS
 from moereg.registry import BackendCell, BackendRegistry
 from moereg.selection.loader import _Loader
 from moereg.selection.plugin_status import PluginStatus
@@ -85,11 +85,11 @@ def fresh_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch, registry: Backen
     """For a fixture: wheels in a folder that is on the path during a test; their modules are gone after it."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, movements = set(sys.modules), MOVEMENTS.cells
-    owners = registry.owner_of, MOVEMENTS.owner_of
+    before, dispatchers = set(sys.modules), DISPATCHERS.cells
+    owners = registry.owner_of, DISPATCHERS.owner_of
     yield Wheels(folder, registry)
-    registry.owner_of, MOVEMENTS.owner_of = owners
-    MOVEMENTS.restore(movements)
+    registry.owner_of, DISPATCHERS.owner_of = owners
+    DISPATCHERS.restore(dispatchers)
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or folder).startswith(str(folder)):
             del sys.modules[name]

@@ -23,7 +23,7 @@ from moereg.errors import ArgumentError, BackendError, GradientError
 from moereg.layer.train_op import cut_saved
 from moereg.prepare_finalize import GroupFacts
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.selection.movement import explain_movements
+from moereg.selection.dispatcher import explain_dispatchers
 from moereg.weights.permuted import PermutedWeights
 from tests.training.layers import (
     ADAPTED,
@@ -359,9 +359,9 @@ def test_scaled_inputs_and_groups_have_a_reason() -> None:
     selection = moereg.explain_backends(inferring, platform="cpu")
     assert "TorchTrainingExperts" in {one.experts for one in selection.decisions if one.accepted}
     assert moereg.explain_backends(problem, platform="cpu").winner is None
-    movement = explain_movements(trained_problem(), GroupFacts(2, "gloo", "cpu"), moereg.Platform("cpu", ""))
-    assert movement.winner is None
-    assert all("gradients" in {reason.code for reason in one.reasons} for one in movement.decisions)
+    dispatcher = explain_dispatchers(trained_problem(), GroupFacts(2, "gloo", "cpu"), moereg.Platform("cpu", ""))
+    assert dispatcher.winner is None
+    assert all("gradients" in {reason.code for reason in one.reasons} for one in dispatcher.decisions)
 
 
 def test_weights_that_cannot_be_read_in_place_are_refused() -> None:

@@ -103,7 +103,7 @@ _WORDS: Final = {"any": math.inf, "finite": 2**31, "yes": True, "no": False}
 def read_rules(table: str) -> tuple[ConfigRule, ...]:
     """Parses a table of rules: a header that names the columns, then one line per rule; `#` begins a comment.
 
-    The first part of a line has the rule's limits and its way (`gemv`, `single`, `direct` for unsorted routes, or
+    The first part of a line has the rule's limits and its schedule (`gemv`, `single`, `direct` for unsorted routes, or
     `sorted`), the second the fields that both products' tiles share, the third and fourth those of each product.
     Column names abbreviate fields of `ConfigRule` and of `GroupedGemmConfig` or `GemvConfig`.
     """
@@ -120,12 +120,12 @@ def _read_rule(header: list[list[str]], row: list[list[Any]]) -> ConfigRule:
     limits, *tiles = (
         dict(zip(names, values, strict=True)) if values else {} for names, values in zip(header, row, strict=True)
     )
-    way = limits.pop("way")
-    kind = GemvConfig if way == "gemv" else GroupedGemmConfig
+    schedule = limits.pop("schedule")
+    kind = GemvConfig if schedule == "gemv" else GroupedGemmConfig
     common, *own = ({_TILE_COLUMNS[name]: value for name, value in tile.items()} for tile in tiles)
     gate_up, down = (kind(**common, **each) for each in own)
     pairs: dict[str, Any] = {"gemv": GemvPair, "single": SinglePair}
-    make = pairs.get(way, functools.partial(GemmPair, sort_routes=way == "sorted"))
+    make = pairs.get(schedule, functools.partial(GemmPair, sort_routes=schedule == "sorted"))
     return ConfigRule(**{_RULE_COLUMNS[name]: limit for name, limit in limits.items()}, configs=make(gate_up, down))
 
 

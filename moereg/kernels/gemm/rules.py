@@ -22,7 +22,7 @@ from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, Si
 # `fit` adds tall tiles. The first match counts.
 PACKED_RULES = read_rules(
     """
-    bytes tokens rows bits way    | m  group mask | n   k   warps stages slices | n   k   warps stages slices
+    bytes tokens rows bits schedule| m  group mask | n   k   warps stages slices | n   k   warps stages slices
     2     1      any  8    single | 1  1     yes  | 32  128 4     3      4      | 16  128 8     3      8
     # Two tokens name so few experts that more, narrower tiles pay: 1 to 10 % (mxfp4 and int4). From four on they lose.
     2     2      any  4    direct | 8  1     yes  | 64  256 4     3      1      | 64  128 4     4      1
@@ -53,7 +53,7 @@ def shares_launch(num_tokens: int, rows_per_expert: float, packed_bits: int) -> 
 # an expert) and for 32-bit weights, whose products run on plain multiply-adds, are not tuned.
 CONFIG_RULES = read_rules(
     """
-    bytes tokens rows way    | m   group mask | n   k    warps stages | n   k    warps stages
+    bytes tokens rows schedule| m   group mask | n   k    warps stages | n   k    warps stages
     2     1      any  gemv   |                | 32  128  2     4      | 8   1024 4     3
     2     16     any  direct | 16  1     yes  | 64  128  4     5      | 128 128  4     4
     2     any    11   sorted | 16  1     yes  | 64  128  4     5      | 64  128  4     4

@@ -14,7 +14,7 @@ from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
 # The first match counts. `n` of the first product counts gate and up once.
 CONFIG_RULES = read_rules(
     """
-    bytes tokens rows way    | m   group mask | n   k   warps stages | n   k   warps stages
+    bytes tokens rows schedule| m   group mask | n   k   warps stages | n   k   warps stages
     1     1      any  direct | 16  1     yes  | 32  256 4     3      | 64  128 2     4
     1     16     any  direct | 16  1     yes  | 32  256 4     3      | 128 256 4     3
     1     any    11   sorted | 16  1     yes  | 32  256 4     3      | 128 256 4     3

@@ -21,7 +21,7 @@ def problem_of(**changes: Any) -> MoEProblem:
 
 
 def explained(problem: MoEProblem, size: int = 8, platform: str | Platform = "cuda:sm90", **request: Any) -> Any:
-    return moereg.explain_movements(problem, GroupFacts(size), platform, **request)
+    return moereg.explain_dispatchers(problem, GroupFacts(size), platform, **request)
 
 
 def reasons(problem: MoEProblem, size: int = 8, **where: Any) -> set[str]:
@@ -64,6 +64,6 @@ def test_layers_over_two_ranks_are_those_of_one() -> None:
         for name, bound in BOUNDS.items():
             found = value_of(result, name)
             assert found["error"] < bound, found
-            assert found["way"] == "deepep"
+            assert found["dispatcher"] == "deepep"
             assert found["format"] == ("batched" if "low_latency" in name else "standard")
             assert found["wire"] == ("float8_e4m3fn with float32 scales" if name.endswith("fp8") else "bfloat16")

@@ -12,13 +12,13 @@ from typing import Any, Final
 import torch
 
 from moereg.author import (
+    DispatcherFacts,
     ExpertInputs,
     Group,
     GroupFacts,
     GroupPrepareFinalize,
     MoEProblem,
     Moved,
-    MovementFacts,
     PlacementTables,
     PlainWire,
     Platform,
@@ -108,7 +108,7 @@ class _OnDeepEP(GroupPrepareFinalize):
 class DeepEP(_OnDeepEP):
     """The mode for many tokens: each token once to each rank that has experts for it, and a sum a rank back."""
 
-    facts = MovementFacts(
+    facts = DispatcherFacts(
         transports=frozenset({"cuda:nccl"}), dtypes=frozenset({"bfloat16"}), router_weight_on_input=True
     )
 
@@ -183,7 +183,7 @@ class DeepEP(_OnDeepEP):
 class DeepEPLowLatency(_OnDeepEP):
     """The mode for few tokens: rows by expert with counts on the device; weights are applied at home."""
 
-    facts = MovementFacts(
+    facts = DispatcherFacts(
         transports=frozenset({"cuda:nccl"}),
         dtypes=frozenset({"bfloat16"}),
         graph_capture=True,

@@ -88,7 +88,7 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
     sizes = config.hidden_dim, config.intermediate_size_per_partition
     rounded = FusedMoEMethodBase.maybe_roundup_sizes(method, *sizes, config.in_dtype, config.moe_parallel_config)
     if isinstance(described, Described) and rounded != sizes:
-        described = [f"requires sizes that vLLM does not round up for its token movement, got {sizes} and {rounded}"]
+        described = [f"requires sizes that vLLM does not round up for its token dispatcher, got {sizes} and {rounded}"]
     if isinstance(described, Described):
         device = torch.device(engine.device_config.device_type)
         selection = explain_backends(

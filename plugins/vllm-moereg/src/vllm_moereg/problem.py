@@ -54,7 +54,7 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Any], Activation]]] = MappingProxyType
 """moereg's activation of a layer, by the value of vLLM's `MoEActivation`."""
 
 _INTERLEAVED: Final = "swigluoai"
-_MOVEMENT: Final = "allgather_reducescatter"
+_DISPATCHER: Final = "allgather_reducescatter"
 """vLLM's default, which gives the experts tokens in standard order with all routes; others do not, or are untried."""
 
 
@@ -152,8 +152,8 @@ def _refusals(config: Any, engine: Any) -> Iterator[str]:
         yield "requires a fixed number of ranks, got elastic expert parallelism"
     if engine.parallel_config.use_ubatching:
         yield "requires one stream, got --enable-dbo or --ubatch-size"
-    if parallel.use_all2all_kernels and parallel.all2all_backend != _MOVEMENT:
-        yield f"requires --all2all-backend {_MOVEMENT}, got {parallel.all2all_backend}"
+    if parallel.use_all2all_kernels and parallel.all2all_backend != _DISPATCHER:
+        yield f"requires --all2all-backend {_DISPATCHER}, got {parallel.all2all_backend}"
     if engine.model_config.enable_sleep_mode:
         yield "requires weights that stay in memory, got --enable-sleep-mode"
     if config.aiter_fmoe_shared_expert_enabled:

@@ -17,22 +17,22 @@ from moereg.errors import (
 )
 from moereg.platforms import Platform
 from moereg.prepare_finalize import (
+    DispatcherFacts,
+    DispatcherRegistry,
     GroupFacts,
     GroupPrepareFinalize,
     Moved,
-    MovementFacts,
-    MovementRegistry,
     Prepared,
     register_prepare_finalize,
 )
-from moereg.selection.movement import MovementSelection, decide_movement, explain_movements, select_movement
+from moereg.selection.dispatcher import DispatcherSelection, decide_dispatcher, explain_dispatchers, select_dispatcher
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from tests.support.wheels import Wheels
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)
 BOTH = ("standard", "batched")
-FACTS = MovementFacts(
+FACTS = DispatcherFacts(
     transports=frozenset({"cuda:nccl", "cpu:gloo"}),
     dtypes=frozenset({"bfloat16"}),
     graph_capture=True,
@@ -64,19 +64,19 @@ def problem_of(**changes: Any) -> MoEProblem:
     return MoEProblem(**{"num_experts": 16, "hidden_size": 256, "intermediate_size": 64, "top_k": 2, **changes})
 
 
-def register(registry: MovementRegistry, movement: Any = Moving, **changes: Any) -> None:
+def register(registry: DispatcherRegistry, dispatcher: Any = Moving, **changes: Any) -> None:
     keywords = {"name": "moving", "priority": 1, "formats": ("standard",), "platforms": ("cuda:sm90+",), **changes}
-    register_prepare_finalize(registry=registry, **keywords)(movement)
+    register_prepare_finalize(registry=registry, **keywords)(dispatcher)
 
 
 def judged(
-    registry: MovementRegistry,
+    registry: DispatcherRegistry,
     problem: MoEProblem | None = None,
     group: GroupFacts | None = None,
     **words: tuple[str, ...],
-) -> MovementSelection:
+) -> DispatcherSelection:
     group = group or GroupFacts(4)
-    return decide_movement(problem or problem_of(), group, H200, Request(**words), registry.cells)
+    return decide_dispatcher(problem or problem_of(), group, H200, Request(**words), registry.cells)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def judged(
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
 )
 def test_each_reason_stands_alone(narrowed: dict[str, Any], expected: str, problem: dict[str, Any]) -> None:
-    registry = MovementRegistry()
+    registry = DispatcherRegistry()
     register(registry, **narrowed)
     (decision,) = judged(registry, problem_of(**problem), GroupFacts(4)).decisions
     (reason,) = decision.reasons
@@ -118,13 +118,13 @@ def test_experts_make_room_for_the_tokens_of_all_ranks(size: int, most: int | No
 
 
 def test_limits_are_served_themselves() -> None:
-    registry = MovementRegistry()
+    registry = DispatcherRegistry()
     register(registry, max_top_k=2, max_group_size=4)
     assert judged(registry, problem_of(top_k=2), GroupFacts(4)).winner is not None
 
 
 def test_priority_ranks_and_words_beat_it() -> None:
-    registry = MovementRegistry()
+    registry = DispatcherRegistry()
     for name, priority in (("slow", 1), ("fast", 2)):
         register(registry, type(name, (Moving,), {}), name=name, priority=priority, formats=BOTH)
     assert [decision.name for decision in judged(registry).accepted] == ["fast", "fast", "slow", "slow"]
@@ -140,7 +140,7 @@ def test_priority_ranks_and_words_beat_it() -> None:
 
 
 def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
-    registry = MovementRegistry()
+    registry = DispatcherRegistry()
     register(registry, priority=3, formats=BOTH, platforms=("cuda",), predicted=True, max_group_size=4)
     register(registry, formats=BOTH, platforms=("cuda",))
     assert judged(registry).table().splitlines()[1:] == [
@@ -158,7 +158,7 @@ def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
 def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
     named = {"MOEREG_EP_REQUIRE": "all_to_all", "MOEREG_EP_PREFER": "all_to_all", "MOEREG_EP_DENY": "all_t*"}
     known = ("all_gather", "all_to_all")
-    resolved = Request.resolve_ways("all_gather", "all_gather", environ=named, known=known)
+    resolved = Request.resolve_dispatchers("all_gather", "all_gather", environ=named, known=known)
     assert resolved == Request(require=("all_gather",), prefer=("all_gather",), deny=("all_t*",))
     for text, names in (
         (" all_gather", known[:1]),
@@ -166,17 +166,19 @@ def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
         (("all_to_all ", "", " all_gather"), known[::-1]),
         (" , ", ()),
     ):
-        assert Request.resolve_ways(prefer=text, environ={}, known=known) == Request(prefer=names)
+        assert Request.resolve_dispatchers(prefer=text, environ={}, known=known) == Request(prefer=names)
         if isinstance(text, str):
-            assert Request.resolve_ways(environ={"MOEREG_EP_PREFER": text}, known=known) == Request(prefer=names)
-    with pytest.raises(UnknownNameError, match="unknown way in MOEREG_EP_REQUIRE 'al_gather', did you mean 'all_g"):
-        Request.resolve_ways(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
+            assert Request.resolve_dispatchers(environ={"MOEREG_EP_PREFER": text}, known=known) == Request(prefer=names)
+    with pytest.raises(
+        UnknownNameError, match="unknown dispatcher in MOEREG_EP_REQUIRE 'al_gather', did you mean 'all_g"
+    ):
+        Request.resolve_dispatchers(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
     with pytest.raises(RequestError, match="'all_gather' is both required and denied"):
-        Request.resolve_ways("all_gather", deny="all_*", environ={}, known=("all_gather",))
+        Request.resolve_dispatchers("all_gather", deny="all_*", environ={}, known=("all_gather",))
 
 
 def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
-    registry = MovementRegistry()
+    registry = DispatcherRegistry()
 
     class Picky(Moving):
         @classmethod
@@ -209,15 +211,15 @@ def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
     ],
 )
 def test_a_decorator_that_is_wrong_stores_nothing(arguments: dict[str, Any], message: str) -> None:
-    registry = MovementRegistry()
+    registry = DispatcherRegistry()
     with pytest.raises(RegistrationError, match=message):
         register(registry, **arguments)
     assert not registry.cells
 
 
 def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
-    registry = MovementRegistry()
-    for movement, message in (
+    registry = DispatcherRegistry()
+    for dispatcher, message in (
         (dict, r"must subclass moereg\.author\.GroupPrepareFinalize"),
         (type("Half", (GroupPrepareFinalize,), {"facts": FACTS}), "abstract methods are missing: finalize, prepare"),
         *(
@@ -226,20 +228,20 @@ def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
         ),
     ):
         with pytest.raises(RegistrationError, match=message):
-            register(registry, movement)
+            register(registry, dispatcher)
     register(registry)
     with pytest.raises(RegistrationError, match="registers 'moving' twice"):
         register(registry, priority=2)
     registry.owner_of = lambda name, module: ("moereg-other", "1.0")
-    with pytest.raises(RegistrationError, match=r"belongs to tests\.selection\.test_movement"):
+    with pytest.raises(RegistrationError, match=r"belongs to tests\.selection\.test_dispatcher"):
         register(registry, formats=("batched",))
 
 
 def test_what_moereg_brings() -> None:
     problem = problem_of(max_num_tokens=64, num_experts=32)
-    found = {size: explain_movements(problem, GroupFacts(size), "cuda:sm90").winner for size in (16, 32)}
+    found = {size: explain_dispatchers(problem, GroupFacts(size), "cuda:sm90").winner for size in (16, 32)}
     assert {size: winner and winner.name for size, winner in found.items()} == {16: "all_gather", 32: "all_to_all"}
-    captured = select_movement(problem_of(max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90")
+    captured = select_dispatcher(problem_of(max_num_tokens=64, graph_capture=True), GroupFacts(8), "cuda:sm90")
     assert captured.winner is not None
     assert captured.winner.cell.facts.graph_capture
     assert captured.to_dict()["selected"] == captured.winner.name
@@ -248,21 +250,21 @@ def test_what_moereg_brings() -> None:
 
 def test_a_cpu_group_cannot_move_tensors_of_a_gpu() -> None:
     with pytest.raises(UnsupportedProblemError, match=r"requires a group over \(cpu:gloo, cuda:nccl\), got cuda:gloo"):
-        select_movement(problem_of(), GroupFacts(2, "gloo", "cuda"), "cuda:sm90")
+        select_dispatcher(problem_of(), GroupFacts(2, "gloo", "cuda"), "cuda:sm90")
 
 
 def test_experts_that_do_not_divide_need_a_map() -> None:
     with pytest.raises(ArgumentError, match="got 16 experts on 3 ranks; pass expert_placement"):
-        explain_movements(problem_of(), GroupFacts(3), "cuda:sm90")
+        explain_dispatchers(problem_of(), GroupFacts(3), "cuda:sm90")
     with pytest.raises(ArgumentError, match="num_local_experts must be 8, an equal share of 16 experts on 2 ranks"):
-        explain_movements(problem_of(num_local_experts=4), GroupFacts(2), "cuda:sm90")
+        explain_dispatchers(problem_of(num_local_experts=4), GroupFacts(2), "cuda:sm90")
     with pytest.raises(ArgumentError, match=r"group must be GroupFacts, such as GroupFacts\(8\), got 8"):
-        explain_movements(problem_of(), 8, "cuda:sm90")  # type: ignore[arg-type]
+        explain_dispatchers(problem_of(), 8, "cuda:sm90")  # type: ignore[arg-type]
 
 
 WHEEL = """
 from moereg.author import register_prepare_finalize
-from tests.selection.test_movement import Moving
+from tests.selection.test_dispatcher import Moving
 moereg_api = "1"
 
 @register_prepare_finalize({name!r}, priority=1000, formats=("standard",), platforms=("cuda",))
@@ -277,7 +279,7 @@ def test_a_wheel_brings_a_way(wheels: Wheels) -> None:
     files = {"theirs.py": WHEEL.format(name="theirs", rest="")}
     wheels.install("moereg-theirs", {"theirs": "theirs"}, files, group="prepare_finalize")
     assert wheels.load()["theirs"] == "loaded"
-    winner = explain_movements(problem_of(), GroupFacts(8), "cuda:sm90").winner
+    winner = explain_dispatchers(problem_of(), GroupFacts(8), "cuda:sm90").winner
     assert winner is not None
     assert (winner.name, winner.origin, winner.origin_version) == ("theirs", "moereg-theirs", "1.2")
 
@@ -291,10 +293,10 @@ def test_a_wheel_brings_a_way(wheels: Wheels) -> None:
     ],
 )
 def test_a_wheel_that_fails_leaves_nothing(wheels: Wheels, name: str, rest: str, error: str) -> None:
-    before = explain_movements(problem_of(), GroupFacts(8), "cuda:sm90").winner
+    before = explain_dispatchers(problem_of(), GroupFacts(8), "cuda:sm90").winner
     files = {"theirs.py": WHEEL.format(name=name, rest=rest)}
     wheels.install("moereg-theirs", {"theirs": "theirs"}, files, group="prepare_finalize")
     with pytest.warns(PluginWarning, match="prepare_finalize 'theirs' of moereg-theirs 1.2 did not load"):
         statuses = wheels.load()
     assert error in statuses["theirs"]
-    assert explain_movements(problem_of(), GroupFacts(8), "cuda:sm90").winner == before
+    assert explain_dispatchers(problem_of(), GroupFacts(8), "cuda:sm90").winner == before

@@ -1,6 +1,6 @@
 """Selects the token dispatcher, which moves tokens between ranks, before the backend and by the same rules.
 
-`decide_movement` is pure except for probes: problem, group, platform, request and cells are arguments.
+`decide_dispatcher` is pure except for probes: problem, group, platform, request and cells are arguments.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from moereg.arguments import check_instance
 from moereg.errors import ArgumentError, UnsupportedProblemError, shown
 from moereg.platforms import Platform, read_platform
-from moereg.prepare_finalize import GroupFacts, MovementCell
+from moereg.prepare_finalize import DispatcherCell, GroupFacts
 from moereg.selection.decide import judge_cell
-from moereg.selection.loader import load_movements
-from moereg.selection.request import Request, WayNames
+from moereg.selection.loader import load_dispatchers
+from moereg.selection.request import DispatcherNames, Request
 from moereg.selection.result import Choice, Verdict
 from moereg.spec.facts import fact_reasons
 from moereg.spec.problem import MoEProblem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MovementDecision(Verdict):
+class DispatcherDecision(Verdict):
     """The verdict on one candidate: a token dispatcher with one activation format. See also `Verdict`.
 
     Attributes:
@@ -36,13 +36,13 @@ class MovementDecision(Verdict):
 
     name: str
     activation_format: str
-    cell: MovementCell = dataclasses.field(compare=False, repr=False)
+    cell: DispatcherCell = dataclasses.field(compare=False, repr=False)
     predicted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         return {
-            "way": self.name,
+            "dispatcher": self.name,
             "activation_format": self.activation_format,
             "rule": self.rule,
             "accepted": self.accepted,
@@ -53,7 +53,7 @@ class MovementDecision(Verdict):
 
 
 @dataclasses.dataclass(frozen=True)
-class MovementSelection(Choice[MovementDecision]):
+class DispatcherSelection(Choice[DispatcherDecision]):
     """The outcome for one group, one platform and one problem with this rank's experts.
 
     Attributes:
@@ -63,20 +63,20 @@ class MovementSelection(Choice[MovementDecision]):
     group: GroupFacts
 
     @property
-    def accepted(self) -> tuple[MovementDecision, ...]:
+    def accepted(self) -> tuple[DispatcherDecision, ...]:
         """All that fit, best first. If no backend serves the first one's format, the next one is tried."""
         return tuple(decision for decision in self.decisions if decision.accepted)
 
-    def experts_problem(self, decision: MovementDecision) -> MoEProblem:
+    def experts_problem(self, decision: DispatcherDecision) -> MoEProblem:
         """The layer as the experts of a rank see it, for `select_backend`."""
-        return decision.cell.movement.experts_problem_of(
+        return decision.cell.dispatcher.experts_problem_of(
             problem=self.problem, group=self.group, activation_format=decision.activation_format
         )
 
     @property
     def refusal(self) -> str:
         """Why nothing fits."""
-        lines = [f"no way of moving tokens fits {self.problem} on {self.group}, {self.platform}"]
+        lines = [f"no token dispatcher fits {self.problem} on {self.group}, {self.platform}"]
         if self.decisions:  # The first has the fewest reasons.
             lines[0] += self.decisions[0].nearest(self.decisions[0].name)
         for decision, formats in self._lines():
@@ -96,14 +96,14 @@ class MovementSelection(Choice[MovementDecision]):
             lines += decision.rows(about, decision is self.winner)
         return "\n".join(lines)
 
-    def _lines(self) -> list[tuple[MovementDecision, str]]:
+    def _lines(self) -> list[tuple[DispatcherDecision, str]]:
         """The best decision per dispatcher and format; formats with equal decisions share a line."""
-        best: dict[tuple[str, str], MovementDecision] = {}
+        best: dict[tuple[str, str], DispatcherDecision] = {}
         for decision in self.decisions:
             best.setdefault((decision.name, decision.activation_format), decision)
-        together: dict[object, list[MovementDecision]] = {}
+        together: dict[object, list[DispatcherDecision]] = {}
         for decision in best.values():
-            same = decision.name, decision.cell.movement, decision.rule, decision.priority, decision.reasons
+            same = decision.name, decision.cell.dispatcher, decision.rule, decision.priority, decision.reasons
             together.setdefault(same, []).append(decision)
         return [(alike[0], " or ".join(each.activation_format for each in alike)) for alike in together.values()]
 
@@ -117,13 +117,13 @@ class MovementSelection(Choice[MovementDecision]):
         }
 
 
-def decide_movement(
-    problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request, cells: Iterable[MovementCell]
-) -> MovementSelection:
+def decide_dispatcher(
+    problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request, cells: Iterable[DispatcherCell]
+) -> DispatcherSelection:
     """Chooses among cells for a layer with this rank's experts, as `decide` does for backends."""
     decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request)]
 
-    def order(decision: MovementDecision) -> tuple[object, ...]:
+    def order(decision: DispatcherDecision) -> tuple[object, ...]:
         wish = request.wish(decision.name)
         # Within a dispatcher the problem's own format goes first, since the user may have asked for it.
         other_format = decision.activation_format != problem.activation_format
@@ -137,63 +137,63 @@ def decide_movement(
             decision.activation_format,
         )
 
-    return MovementSelection(problem, platform, request, tuple(sorted(decisions, key=order)), group=group)
+    return DispatcherSelection(problem, platform, request, tuple(sorted(decisions, key=order)), group=group)
 
 
 def _judge(
-    cell: MovementCell, problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request
-) -> Iterable[MovementDecision]:
+    cell: DispatcherCell, problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request
+) -> Iterable[DispatcherDecision]:
     """A decision for each format of a cell, all with the same reasons."""
     # Facts read attributes of the problem and the group, and the number of ranks.
     asked = types.SimpleNamespace(**vars(problem), group=group, num_ranks=group.size)
     facts, rule = fact_reasons(cell.facts, asked), cell.rule_for(platform)
     verdict = judge_cell(cell, rule, platform, request, (), facts, problem=problem, group=group)
     for activation_format in cell.formats:
-        yield MovementDecision(
+        yield DispatcherDecision(
             name=cell.name, activation_format=activation_format, cell=cell, predicted=cell.predicted, **verdict
         )
 
 
-def explain_movements(
+def explain_dispatchers(
     problem: MoEProblem,
     group: GroupFacts,
     platform: Platform | str | None = None,
-    require: WayNames = None,
-    prefer: WayNames = None,
-    deny: WayNames = None,
-) -> MovementSelection:
-    """Like `select_movement`, but if nothing fits it returns a selection whose `winner` is None.
+    require: DispatcherNames = None,
+    prefer: DispatcherNames = None,
+    deny: DispatcherNames = None,
+) -> DispatcherSelection:
+    """Like `select_dispatcher`, but if nothing fits it returns a selection whose `winner` is None.
 
     Args:
-        problem, group, platform, require, prefer, deny: As in `select_movement`.
+        problem, group, platform, require, prefer, deny: As in `select_dispatcher`.
 
     Example:
         >>> problem = moereg.MoEProblem(
         ...     num_experts=256, hidden_size=7168, intermediate_size=2048, top_k=8, quant="fp8_block128"
         ... )
         >>> group = moereg.prepare_finalize.GroupFacts(8)
-        >>> selection = moereg.explain_movements(problem, group, platform="cuda:sm90")
+        >>> selection = moereg.explain_dispatchers(problem, group, platform="cuda:sm90")
         >>> selection.winner.name, selection.problem.num_local_experts
         ('all_to_all', 32)
     """
     check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
-    cells = load_movements().cells
+    cells = load_dispatchers().cells
     if not isinstance(group, GroupFacts):
         raise ArgumentError(f"group must be GroupFacts, such as GroupFacts(8), got {shown(group)}")
     platform = read_platform(platform)
     known = {cell.name for cell in cells}
-    request = Request.resolve_ways(require, prefer, deny, environ=os.environ, known=known)
-    return decide_movement(problem_of_rank(problem, group.size), group, platform, request, cells)
+    request = Request.resolve_dispatchers(require, prefer, deny, environ=os.environ, known=known)
+    return decide_dispatcher(problem_of_rank(problem, group.size), group, platform, request, cells)
 
 
-def select_movement(
+def select_dispatcher(
     problem: MoEProblem,
     group: GroupFacts,
     platform: Platform | str | None = None,
-    require: WayNames = None,
-    prefer: WayNames = None,
-    deny: WayNames = None,
-) -> MovementSelection:
+    require: DispatcherNames = None,
+    prefer: DispatcherNames = None,
+    deny: DispatcherNames = None,
+) -> DispatcherSelection:
     """Selects the token dispatcher for `make_kernel(prepare_finalize=...)`. No communication, no device.
 
     Args:
@@ -218,14 +218,14 @@ def select_movement(
         ...     num_experts=64, hidden_size=2048, intermediate_size=1408, top_k=6, graph_capture=True, max_num_tokens=64
         ... )
         >>> group = moereg.prepare_finalize.GroupFacts(2)
-        >>> movement = moereg.select_movement(problem, group, platform="cuda:sm90")
-        >>> movement.winner.name
+        >>> choice = moereg.select_dispatcher(problem, group, platform="cuda:sm90")
+        >>> choice.winner.name
         'all_gather'
-        >>> seen = movement.experts_problem(movement.winner)
+        >>> seen = choice.experts_problem(choice.winner)
         >>> moereg.select_backend(seen, platform="cuda:sm90", require="triton").backend
         'triton'
     """
-    selection = explain_movements(problem, group, platform, require, prefer, deny)
+    selection = explain_dispatchers(problem, group, platform, require, prefer, deny)
     if selection.winner is None:
         raise UnsupportedProblemError(selection.refusal, selection)
     return selection
