@@ -18,7 +18,7 @@ from moereg.evidence.measured import read_tuning
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.platforms import Platform, read_platform
 from moereg.registry import BackendCell
-from moereg.selection.decide import decide, evaluate, lacks, rank
+from moereg.selection.decide import decide, evaluate, rank, requirement_reasons
 from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.request import Names, Request
 from moereg.selection.result import Decision, Selection
@@ -41,7 +41,7 @@ logger: Final = logging.getLogger("moereg")
 
 
 @functools.lru_cache(maxsize=1024)
-def _times(key: Hashable) -> Iterator[int]:
+def _log_counts(key: Hashable) -> Iterator[int]:
     """Counts from 0 for each of the latest keys: process-wide, since a model has many layers of one shape."""
     return itertools.count()
 
@@ -86,7 +86,7 @@ def explain_backends(
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes."""
-    return lacks(cell, cell.rule_for(platform), platform)
+    return requirement_reasons(cell, cell.rule_for(platform), platform)
 
 
 def select_backend(
@@ -139,10 +139,10 @@ def select_backend(
             stacklevel=2,
         )
     for notice in selection.request.notices:
-        if next(_times(notice)) == 0:
+        if next(_log_counts(notice)) == 0:
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
-    if next(_times(key)) == 0:
+    if next(_log_counts(key)) == 0:
         chosen, *others = (f"{one.backend}{one.of_wheel}" for one in selection.decisions if one.accepted)
         new = [f"; {notice}" for notice in selection.notices if notice not in selection.request.notices]
         by = f"({winner.experts}), computes {winner.computes}, by {selection.source}"

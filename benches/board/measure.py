@@ -23,7 +23,7 @@ from benches.board.store import Board, Row
 from moereg.bench.compare import Comparison, Measurement
 from moereg.bench.inputs import random_weights
 from moereg.bench.roofline import Ceilings, expert_bytes, measure_ceilings
-from moereg.bench.session import LayerSession, entrants, row_values, timed_cell
+from moereg.bench.session import LayerSession, row_values, timed_cell, tuning_candidates
 from moereg.bench.timing import ROUNDS, SECONDS
 from moereg.evidence.provenance import clocks
 from moereg.platforms import Platform, torch_device
@@ -122,7 +122,7 @@ class _Entrants:
 
 def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Wanted, platform: Platform) -> _Entrants:
     opt_in = sorted({cell.name for cell in load_backends().cells if cell.opt_in}) if wanted.opt_in else []
-    found = entrants(problem, platform, prefer=opt_in)
+    found = tuning_candidates(problem, platform, prefer=opt_in)
     fitting = [decision for decision in found.decisions if decision.accepted and decision.backend in wanted]
     refused = [one for one in found.decisions if not one.accepted and one.backend in wanted]
     texts = {one: "; ".join(reason.text for reason in one.reasons) for one in refused}

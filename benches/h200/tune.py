@@ -40,7 +40,7 @@ from typing import Any, Final, NamedTuple
 from packaging.requirements import Requirement
 
 from moereg.bench.points import Point, midpoint, token_grid
-from moereg.bench.session import entrants, key_of, rivals
+from moereg.bench.session import candidates_to_time, key_of, tuning_candidates
 from moereg.dispatch import explain_backends
 from moereg.evidence.measured import Source
 from moereg.evidence.pack import Pack, read_pack
@@ -348,7 +348,7 @@ def plans_of(problem: MoEProblem, pack: pathlib.Path) -> Plans:
     """Reads a pack; a line on what is wrong is the exit if it cannot be used."""
     os.environ["MOEREG_TUNING"] = str(pack)
     platform = current_platform()
-    decisions = list(rivals(entrants(problem, platform)).values())
+    decisions = list(candidates_to_time(tuning_candidates(problem, platform)).values())
     candidates = [candidate_of(one, platform) for one in decisions]
     read = read_pack(pack, is_own=True)
     found, layer = Source(read).order(problem, platform, candidates), read.layers[-1]
@@ -455,8 +455,8 @@ def time_held_out(problem: MoEProblem, tokens: int, plans: Plans, out: pathlib.P
     points = [Point(routing, at) for at in held_out_counts(tokens) for routing in ASKED]
     left = [point for point in points if point not in known]
     platform = current_platform()
-    selection, device = entrants(problem, platform), torch_device(platform)
-    selection = dataclasses.replace(selection, decisions=tuple(rivals(selection).values()))
+    selection, device = tuning_candidates(problem, platform), torch_device(platform)
+    selection = dataclasses.replace(selection, decisions=tuple(candidates_to_time(selection).values()))
     session = LayerSession(
         selection, lambda: random_weights(problem, torch.Generator().manual_seed(_SEED), device), device, _SEED
     )

@@ -47,7 +47,7 @@ Key = tuple[str, ...]
 """A candidate on this machine: backend, class, rule, scheme and narrowed facts."""
 
 
-def entrants(
+def tuning_candidates(
     problem: MoEProblem, platform: Platform, require: Any = None, prefer: Any = None, deny: Any = None
 ) -> Selection:
     """The candidates for a layer by priority alone, whatever was measured before; the winner is the default.
@@ -65,7 +65,7 @@ def entrants(
     return dataclasses.replace(asked, decisions=(*ordered, *rejected))
 
 
-def rivals(selection: Selection) -> dict[Key, Decision]:
+def candidates_to_time(selection: Selection) -> dict[Key, Decision]:
     """The candidates to measure: every accepted kernel, or emulations if there is none; the default first."""
     fitting = [one for one in selection.decisions if one.accepted]
     return {key_of(one, selection.platform): one for one in fitting if one.tier == fitting[0].tier}

@@ -19,7 +19,7 @@ from moereg.evidence.on_machine import ADMITTED, QUARANTINE, Quarantine, Quarant
 from moereg.platforms import Platform, current_platform, platform_of_product, probe_platform
 from moereg.prepare_finalize import DispatcherCell
 from moereg.registry import BUILTIN, BackendCell
-from moereg.selection.decide import lacks
+from moereg.selection.decide import requirement_reasons
 from moereg.selection.loader import load_backends, load_dispatchers, plugin_statuses
 from moereg.selection.plugin_status import DISPATCHER_GROUP, PLATFORM_GROUP
 from moereg.selection.result import SCHEMA
@@ -80,7 +80,7 @@ def _dispatcher(cells: Sequence[DispatcherCell], platform: Platform) -> dict[str
         }
         for cell in cells
     ]
-    return _entry(cells[0], shown, [lacks(cell, cell.rule_for(platform), platform) for cell in cells])
+    return _entry(cells[0], shown, [requirement_reasons(cell, cell.rule_for(platform), platform) for cell in cells])
 
 
 def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quarantine) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from moereg.arguments import check_count, check_mapping
 from moereg.bench.points import GUARD, first_points, token_grid
 from moereg.bench.record import LayerRecord
-from moereg.bench.session import Key, entrants, rivals
+from moereg.bench.session import Key, candidates_to_time, tuning_candidates
 from moereg.bench.timing import ROUNDS, SECONDS
 from moereg.cli._bench import check_routing, parse_counts, platform_at_hand
 from moereg.cli._options import UsageError, find_subject
@@ -137,14 +137,14 @@ def tune_layer(
     subject = find_subject(flags)
     flags = dataclasses.replace(flags, layer=subject.layer)
     question = dataclasses.replace(question, flags=flags)
-    selection = entrants(subject.problem, platform, **flags.request())
+    selection = tuning_candidates(subject.problem, platform, **flags.request())
     path = tuning_path()
     if path is None:
         raise UsageError(f"{VARIABLE} must name a file, got an empty name, which turns measured times off")
     record = None
     unfinished = ""
     if selection.winner is not None:
-        record = LayerRecord(path, platform, subject.problem, rivals(selection), refresh and not dry_run)
+        record = LayerRecord(path, platform, subject.problem, candidates_to_time(selection), refresh and not dry_run)
     if record is not None and not dry_run:
         deadline = math.inf if seconds is None else began + seconds
         with phase("tuning") as advance:

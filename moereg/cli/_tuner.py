@@ -22,11 +22,11 @@ from moereg.bench.session import (
     SCREEN_ROUNDS,
     Key,
     LayerSession,
+    candidates_to_time,
     drifted,
-    entrants,
     key_of,
-    rivals,
     row_values,
+    tuning_candidates,
 )
 from moereg.bench.timing import ROUNDS
 from moereg.cli._bench import build_layer, check_run_fits, layer_device, platform_at_hand
@@ -87,8 +87,8 @@ def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[s
     flags = question.flags
     subject = find_subject(flags)
     platform = platform_at_hand("tune", flags.platform)
-    selection = entrants(subject.problem, platform, **flags.request())
-    found = rivals(selection)
+    selection = tuning_candidates(subject.problem, platform, **flags.request())
+    found = candidates_to_time(selection)
     keys = [key for key in keys if key in found]  # Another command may just have put one into quarantine.
     decisions = [found[key] for key in keys]
     device = layer_device(selection)

@@ -1,8 +1,8 @@
 """Plans: which cell runs at which numbers of tokens, by the times of one layer. Pure.
 
 LayerTimes       a layer's rows by cell and number of tokens
-best_for_all     plan A: one cell for all numbers of tokens
-with_ranges      plan B: other cells where they win, between measured numbers of tokens
+best_for_all     one cell for all numbers of tokens
+with_ranges      other cells where they win, between measured numbers of tokens
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from moereg.evidence.on_machine import (
     QuarantineRecord,
 )
 from moereg.layer.kernel import MoEKernel
-from moereg.layer.ranges import RangeExperts, alone
+from moereg.layer.ranges import RangeExperts, only_candidate
 from moereg.layer.train_op import CallTensors, most_saved_bytes
 from moereg.numerics.gradients import Comparison, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
@@ -90,7 +90,7 @@ _quarantined_at = 0.0
 """When the quarantine last changed, as far as this process has seen."""
 
 
-class Found(NamedTuple):
+class CheckResult(NamedTuple):
     """The outcome of a kernel's check.
 
     Attributes:
@@ -159,9 +159,9 @@ def _is_verified(cell: BackendCell, platform: Platform) -> bool:
     return evidence_of(cell).on(platform) is not None
 
 
-def checked(
-    selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]
-) -> tuple[MoEKernel | None, Found]:
+def check_first_use(
+    selection: Selection, weights: ExpertWeights, make: Callable[[Selection], MoEKernel]
+) -> tuple[MoEKernel | None, CheckResult]:
     """Makes the winner's kernel, and checks it if it is to run on this machine and nothing vouches for it here.
 
     Not checked are kernels on `meta` and those made while a CUDA graph is captured. What cannot be judged, such as
@@ -172,15 +172,15 @@ def checked(
         The kernel, None if it must not serve, and what was found.
     """
     if not _can_check(selection, weights.w13.device):
-        return made(selection), Found()
+        return make(selection), CheckResult()
     subject = _Subject.of(selection)
     failure = subject.known()
     if failure is not None:
-        return (None, Found(failure)) if failure else (made(selection), Found())
+        return (None, CheckResult(failure)) if failure else (make(selection), CheckResult())
     try:
-        kernel = made(selection)
+        kernel = make(selection)
     except BackendError as error:
-        return None, Found(f"its first check could not make a kernel: {described(error.__cause__ or error)}")
+        return None, CheckResult(f"its first check could not make a kernel: {described(error.__cause__ or error)}")
     start = time.perf_counter()
     found = outside_pools(lambda: _compared(kernel, weights), weights.w13.device)
     if found.failure:
@@ -201,14 +201,14 @@ def _keeps_records(selection: Selection) -> bool:
     return selection.platform.probed and ADMITTED.path() is not None
 
 
-def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
+def _compared(kernel: MoEKernel, weights: ExpertWeights) -> CheckResult:
     """Compares calls, and passes forward and backward if the problem has gradients, with the reference."""
     # Over a group the experts are called alone.
     local = resolve_prepare_finalize(kernel.selection.problem, None)
     ranges = (RangeExperts(None, kernel.selection, kernel.experts),)
     problem = kernel.selection.problem
     checking = MoEKernel(problem, kernel.selection, ranges, kernel.weights, local, kernel.expert_map)
-    worst, is_whole = Found(), not kernel.selection.problem.gradients
+    worst, is_whole = CheckResult(), not kernel.selection.problem.gradients
     try:
         with plain_torch():
             for num_tokens, compare, trains in _comparisons(checking, weights):
@@ -219,13 +219,13 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
     except Exception as error:
         if not is_lack_of_memory(error):
             raise
-        return Found()
-    return worst if is_whole else Found()  # Nothing was seen of its gradients.
+        return CheckResult()
+    return worst if is_whole else CheckResult()  # Nothing was seen of its gradients.
 
 
-def _judged(checking: MoEKernel, num_tokens: int, compare: _Compare) -> Found:
+def _judged(checking: MoEKernel, num_tokens: int, compare: _Compare) -> CheckResult:
     """Runs a call, and compares its numbers."""
-    worst = Found()
+    worst = CheckResult()
     try:
         compared = compare()
     except Exception as raised:
@@ -233,18 +233,18 @@ def _judged(checking: MoEKernel, num_tokens: int, compare: _Compare) -> Found:
         if is_callers or is_lack_of_memory(raised):
             raise
         text = f"its first check raised at T {num_tokens}: {described(raised.__cause__ or raised)}"
-        return Found(_after(checking.selection, text, checking.weights.device))
+        return CheckResult(_after(checking.selection, text, checking.weights.device))
     for name, error, bound in compared:
         if math.isnan(error):
-            return Found(f"its first check left NaN in the {name} at T {num_tokens}")
+            return CheckResult(f"its first check left NaN in the {name} at T {num_tokens}")
         if error > bound:
             where = "" if name == _OUTPUT else f" in the {name}"
-            return Found(f"its first check was off by {error:.2g}{where} at T {num_tokens}, bound {bound:.2g}")
-        worst = max(worst, Found("", error, bound), key=_closeness)
+            return CheckResult(f"its first check was off by {error:.2g}{where} at T {num_tokens}, bound {bound:.2g}")
+        worst = max(worst, CheckResult("", error, bound), key=_closeness)
     return worst
 
 
-def _closeness(found: Found) -> float:
+def _closeness(found: CheckResult) -> float:
     """How close an error comes to its bound; below 0 where nothing was compared."""
     return found.error / found.bound if found.bound else -1.0
 
@@ -389,7 +389,7 @@ def _after(selection: Selection, failure: str, device: torch.device) -> str:
     return failure
 
 
-def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
+def mark_admitted(kernel: MoEKernel, found: CheckResult) -> MoEKernel:
     """Keeps what passed on this machine, and says so in the kernel's selection.
 
     If the file cannot be written, issues one `RecordFileWarning`, and this process remembers it.
@@ -418,27 +418,27 @@ def _with_evidence(selection: Selection, decision: Decision) -> Selection:
     return dataclasses.replace(selection, decisions=decisions, ranges=ranges)
 
 
-def unchecked(selection: Selection) -> list[Decision]:
+def unchecked_candidates(selection: Selection) -> list[Decision]:
     """The candidates of a plan beside its winner that nothing vouches for here."""
     if not _keeps_records(selection):
         return []
     others = {id(one): one for _, one in selection.ranges if one is not selection.winner}
-    return [one for one in others.values() if _Subject.of(alone(selection, one)).known() != ""]
+    return [one for one in others.values() if _Subject.of(only_candidate(selection, one)).known() != ""]
 
 
-def checked_plan(selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]) -> Selection:
+def check_plan(selection: Selection, weights: ExpertWeights, make: Callable[[Selection], MoEKernel]) -> Selection:
     """Checks the candidates of a plan beside its winner, with a copy of the weights of its own for one at a time.
 
     Returns:
         The selection, without ranges if one of them failed; that one is quarantined with a warning.
     """
-    for decision in unchecked(selection):
-        own = alone(selection, decision)
-        kernel, found = checked(own, weights, made)
+    for decision in unchecked_candidates(selection):
+        own = only_candidate(selection, decision)
+        kernel, found = check_first_use(own, weights, make)
         if kernel is None:
             next_choice(own, found.failure)
             return dataclasses.replace(selection, ranges=())
-        if admitted(kernel, found).selection.decisions[0].evidence:
+        if mark_admitted(kernel, found).selection.decisions[0].evidence:
             selection = _with_evidence(selection, decision)
     return selection
 

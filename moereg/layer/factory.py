@@ -15,14 +15,21 @@ from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.layer import backend_calls
-from moereg.layer.admission import Found, admitted, checked, checked_plan, next_choice, unchecked
+from moereg.layer.admission import (
+    CheckResult,
+    check_first_use,
+    check_plan,
+    mark_admitted,
+    next_choice,
+    unchecked_candidates,
+)
 from moereg.layer.checks import resolve_expert_map, winner_of
 from moereg.layer.held_weights import HeldWeights
 from moereg.layer.in_place import check_in_place
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
-from moereg.layer.plan import Asked, DispatcherChoice, plan_layer
-from moereg.layer.ranges import alone, make_ranges
+from moereg.layer.plan import DispatcherChoice, LayerArguments, plan_layer
+from moereg.layer.ranges import make_ranges, only_candidate
 from moereg.layer.warm_up import KERNEL_CACHE, use_shipped_kernels
 from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
@@ -109,19 +116,19 @@ def make_kernel(
     check_count("num_batches", num_batches)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     if group is not None:
-        asked = Asked(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
+        asked = LayerArguments(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
         return _over_group(problem, weights, group, selection, asked, own_weights)
     if expert_placement is not None or num_batches != 1:
         named = "num_batches" if expert_placement is None else "expert_placement"
         raise ArgumentError(f"{named} needs the group of ranks that tokens move between, got none; pass group=...")
-    made = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights)
+    make = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights)
     selection = selection or select_backend(problem)
     while True:
         winner_of(selection, problem)
-        selection = checked_plan(selection, weights, made)
-        kernel, found = checked(selection, weights, made)
+        selection = check_plan(selection, weights, make)
+        kernel, found = check_first_use(selection, weights, make)
         if kernel is not None:
-            return admitted(kernel, found)
+            return mark_admitted(kernel, found)
         selection = next_choice(selection, found.failure)
 
 
@@ -134,9 +141,9 @@ def make_unchecked_kernel(
     expert_map: torch.Tensor | None = None,
 ) -> MoEKernel:
     """As `make_kernel` without a group, for code that judges the winner itself: no check, and no other candidate."""
-    made = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights=False)
+    make = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights=False)
     winner_of(selection, problem)
-    return made(selection)
+    return make(selection)
 
 
 def _builder(
@@ -171,25 +178,25 @@ def _over_group(
     weights: ExpertWeights,
     process_group: Any,
     selection: Selection | None,
-    asked: Asked,
+    asked: LayerArguments,
     own_weights: bool,
 ) -> MoEKernel:
     """`make_kernel` over a group. If the kernel fails its check on one rank, all ranks take the next candidate."""
     while True:
         plan = plan_layer(problem, weights, process_group, selection, asked)
-        made = functools.partial(_build, plan.problem, weights, plan.prepare_finalize, plan.expert_map, own_weights)
-        kernel, found, error = None, Found(), None
+        make = functools.partial(_build, plan.problem, weights, plan.prepare_finalize, plan.expert_map, own_weights)
+        kernel, found, error = None, CheckResult(), None
         try:
-            kernel, found = checked(plan.selection, weights, made)
+            kernel, found = check_first_use(plan.selection, weights, make)
         except Exception as raised:
             error = raised
         # The experts of a plan are checked one by one without a group; here a plan that needs that goes.
-        own = found.failure, bool(unchecked(plan.selection))
+        own = found.failure, bool(unchecked_candidates(plan.selection))
         outcomes = agree(plan.group, "whether the kernel was made", {}, error, own)
         failures = [failure for failure, _ in outcomes]
         if kernel is not None and not any(failures):
             if not any(is_unchecked for _, is_unchecked in outcomes):
-                return admitted(kernel, found)
+                return mark_admitted(kernel, found)
             selection = dataclasses.replace(plan.selection, ranges=())
             continue
         try:
@@ -212,11 +219,11 @@ def _build(
     # First: making the experts may import a kernel library that only the selection's machine has.
     for _, decision in selection.plan:
         assert decision.cell is not None
-        backend_calls.check_device(alone(selection, decision), decision.cell.experts, weights.w13.device)
+        backend_calls.check_device(only_candidate(selection, decision), decision.cell.experts, weights.w13.device)
     if os.environ.get(KERNEL_CACHE):
         use_shipped_kernels(selection.platform)
 
-    def made() -> MoEKernel:
+    def make() -> MoEKernel:
         ranges = make_ranges(selection)
         winner, experts = ranges[-1].selection.winner, ranges[-1].experts
         assert winner is not None
@@ -234,4 +241,4 @@ def _build(
         held.watch(repr(kernel), weights)
         return kernel
 
-    return outside_pools(made, weights.w13.device)
+    return outside_pools(make, weights.w13.device)

@@ -52,7 +52,7 @@ class InTurn:
         self._calls.pop(me, None)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Waits for running calls; while held, other threads neither call nor write."""
         me = threading.get_ident()
         with self._lock:
@@ -176,7 +176,7 @@ class HeldWeights:
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         check_flag("write_shared", write_shared)
         weights.check_against(self._problem)
-        with self.in_turn.alone():
+        with self.in_turn.exclusive():
             held, open_range = self.now, self._ranges[-1]
             new = backend_calls.permute(open_range.selection, open_range.experts, weights)
             if not write_shared:
@@ -194,7 +194,7 @@ class HeldWeights:
             raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
         row = reader.rows_for(held, weights)
         self.check_writable(write_shared)
-        with self.in_turn.alone(), plain_torch(), torch.inference_mode():
+        with self.in_turn.exclusive(), plain_torch(), torch.inference_mode():
             held.write_expert(expert, row)
 
     def check_writable(self, write_shared: bool) -> None:

@@ -86,9 +86,9 @@ def move_experts(
         error = raised
     group, tables = dispatcher.group, dispatcher.tables
     # A call between exchange and writes would meet ranks that have already written.
-    with group.alone(MOVING.act):
+    with group.exclusive(MOVING.act):
         arrived = exchange_experts(group, held.now, tables.placement, placement, error)
-        with held.in_turn.alone():
+        with held.in_turn.exclusive():
             with plain_torch(), torch.inference_mode():
                 for place, rows in arrived.items():
                     for name, value in held.now.per_expert.items():

@@ -40,7 +40,7 @@ _UNLIKE: Final = (
 )
 
 
-class Asked(NamedTuple):
+class LayerArguments(NamedTuple):
     """Arguments of `make_kernel` that go with the group, by name."""
 
     prepare_finalize: DispatcherChoice
@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan_layer(
-    problem: MoEProblem, weights: ExpertWeights, process_group: Any, selection: Selection | None, asked: Asked
+    problem: MoEProblem, weights: ExpertWeights, process_group: Any, selection: Selection | None, asked: LayerArguments
 ) -> Plan:
     """Plans a layer with all ranks of a group, each of which has to call it. Arguments as in `make_kernel`.
 
@@ -123,7 +123,7 @@ def plan_layer(
     return plan
 
 
-def _placed(problem: MoEProblem, group: Group, asked: Asked) -> tuple[MoEProblem, ExpertPlacement | None]:
+def _placed(problem: MoEProblem, group: Group, asked: LayerArguments) -> tuple[MoEProblem, ExpertPlacement | None]:
     """The problem with this rank's experts, and the placement; None if it follows from all ranks' maps."""
     ep_rank, expert_map, placement = asked.ep_rank, asked.expert_map, asked.expert_placement
     if ep_rank not in (0, group.rank):

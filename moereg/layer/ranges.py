@@ -148,7 +148,7 @@ def _may_be_captured(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())
 
 
-def alone(selection: Selection, decision: Decision | None) -> Selection:
+def only_candidate(selection: Selection, decision: Decision | None) -> Selection:
     """The selection as if this candidate of its plan had won for every call."""
     if not selection.ranges or decision is None:
         return selection
@@ -161,7 +161,7 @@ def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
     made: dict[int, tuple[Selection, Experts]] = {}
     for _, decision in selection.plan:
         if id(decision) not in made:
-            own = alone(selection, decision)
+            own = only_candidate(selection, decision)
             made[id(decision)] = own, backend_calls.make_experts(own, decision)
     return tuple(RangeExperts(most, *made[id(decision)]) for most, decision in selection.plan)
 

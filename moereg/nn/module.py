@@ -450,7 +450,7 @@ class MoELayer(CanonicalModule):
             ArgumentError: As in `MoEKernel.update_expert`.
         """
         kernel = self.training_kernel()
-        with kernel.held.in_turn.alone():
+        with kernel.held.in_turn.exclusive():
             # The kernel shares the parameters' own memory.
             kernel.update_expert(expert, weights, write_shared=True)
             if not self._is_freed and not kernel.held.is_borrowed:

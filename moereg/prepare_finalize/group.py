@@ -136,7 +136,7 @@ class Group:
         return f"layer {number} of the group ({self._use.layers.get(number, 'not made here')})"
 
     @contextlib.contextmanager
-    def alone(self, doing: str) -> Iterator[None]:
+    def exclusive(self, doing: str) -> Iterator[None]:
         """Keeps out other threads of this process while it is `doing` something, such as `make the kernel`.
 
         A GroupError if another one is inside, whose exchanges other ranks would take for this one's.

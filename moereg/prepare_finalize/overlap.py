@@ -47,7 +47,7 @@ def run_over_group(
     Raises:
         GroupError: Ranks call different layers, another thread uses the group, or a rank has ended or stalled.
     """
-    with moves.group.alone(f"call {moves.group.named_layer(moves.layer_number)}"):
+    with moves.group.exclusive(f"call {moves.group.named_layer(moves.layer_number)}"):
         is_captured = out.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not moves.has_met or is_captured or checks_values(out.device):
             moves.group.call_together(moves.layer_number)

@@ -53,7 +53,7 @@ def agree(
     """
     failure = None if error is None else described(error)
     found: list[tuple[dict[str, Any], str | None, Any]]
-    with group.alone(together.act):
+    with group.exclusive(together.act):
         group.call_together(_NO_LAYER)
         found = group.gather_objects((dict(said), failure, shared), doing)
     if error is not None:

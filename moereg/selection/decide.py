@@ -68,7 +68,7 @@ def decide(
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine, admitted) for each in candidates), request)
     source = _source(decisions, request)
-    measurable = alike(decisions, request) if tuning else []
+    measurable = ties_for_first(decisions, request) if tuning else []
     known = [candidate_of(decision, platform) for decision in measurable]
     measured = measured_order(tuning, problem, platform, known)
     plan = tuple((most, measurable[place]) for most, place in measured.ranges)
@@ -114,18 +114,18 @@ def _source(decisions: Sequence[Decision], request: Request) -> str | None:
     """Why the first decision wins where nothing was measured."""
     if not decisions or not decisions[0].accepted:
         return None
-    is_preferred = request.wish(decisions[0].backend).preferred < math.inf
+    is_preferred = request.preference(decisions[0].backend).preferred < math.inf
     return "required" if request.require else "preferred" if is_preferred else "priority"
 
 
-def alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
+def ties_for_first(decisions: Sequence[Decision], request: Request) -> list[Decision]:
     """The accepted decisions that the request and their tiers do not tell from the first."""
 
-    def told(decision: Decision) -> tuple[object, ...]:
-        wish = request.wish(decision.backend)
+    def as_requested(decision: Decision) -> tuple[object, ...]:
+        wish = request.preference(decision.backend)
         return decision.accepted, decision.tier, wish.preferred, wish.required
 
-    return [each for each in decisions if each.accepted and told(each) == told(decisions[0])]
+    return [each for each in decisions if each.accepted and as_requested(each) == as_requested(decisions[0])]
 
 
 def candidate_of(accepted: Decision, platform: Platform) -> tuple[BackendCell, QuantScheme, PlatformRule]:
@@ -234,10 +234,10 @@ def judge_cell(
     Its reasons are those that come first, the machine, the request, its facts, then its class's own predicate, which is
     asked about the platform and what else is `asked`. `rule` is the cell's for the platform, if any.
     """
-    wish = request.wish(cell.name)
+    wish = request.preference(cell.name)
     # Denying a wheel's backend keeps its code out of the choice.
     is_asked = cell.origin == BUILTIN or not wish.is_denied
-    reasons = [*first, *lacks(cell, rule, platform, is_asked)]
+    reasons = [*first, *requirement_reasons(cell, rule, platform, is_asked)]
     if wish.is_denied:
         reasons.append(Reason("denied", f"denied by the request ({', '.join(request.deny)})"))
     if request.require and wish.required == math.inf:
@@ -303,7 +303,7 @@ def rank(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...
     """
 
     def key(decision: Decision) -> tuple[Any, ...]:
-        wish = request.wish(decision.backend)
+        wish = request.preference(decision.backend)
         return (
             len(decision.reasons),
             decision.tier != "kernel",
@@ -359,7 +359,9 @@ def _probe_name(probe: Probe) -> str:
     return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
-def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, is_asked: bool = True) -> list[Reason]:
+def requirement_reasons(
+    cell: Cell, rule: PlatformRule | None, platform: Platform, is_asked: bool = True
+) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
 
     Takes the cell's rule for the platform, if any. Its probes run if it `is_asked`.

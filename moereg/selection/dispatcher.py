@@ -124,7 +124,7 @@ def decide_dispatcher(
     decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request)]
 
     def order(decision: DispatcherDecision) -> tuple[object, ...]:
-        wish = request.wish(decision.name)
+        wish = request.preference(decision.name)
         # Within a dispatcher the problem's own format goes first, since the user may have asked for it.
         other_format = decision.activation_format != problem.activation_format
         return (

@@ -30,7 +30,7 @@ DispatcherNames = str | Sequence[str] | None
 """`"all_to_all"`, `("low_latency", "all_gather")`, `"all_*"`: token dispatchers."""
 
 
-class Wish(NamedTuple):
+class Preference(NamedTuple):
     """A request as it concerns one name.
 
     Attributes:
@@ -148,16 +148,16 @@ class Request:
     def _contradictions(self) -> list[str]:
         return [name for name in self.require if "*" not in name and _is_among(name, self.deny)]
 
-    def wish(self, name: str) -> Wish:
+    def preference(self, name: str) -> Preference:
         """The request's wish about a name; worked out once."""
-        if name not in self._wishes:
+        if name not in self._preferences:
             is_named = name in (*self.require, *self.prefer)
             places = _place(name, self.require), _place(name, self.prefer)
-            self._wishes[name] = Wish(*places, _is_among(name, self.deny), is_named)
-        return self._wishes[name]
+            self._preferences[name] = Preference(*places, _is_among(name, self.deny), is_named)
+        return self._preferences[name]
 
     @functools.cached_property
-    def _wishes(self) -> dict[str, Wish]:
+    def _preferences(self) -> dict[str, Preference]:
         return {}
 
     def to_dict(self) -> dict[str, list[str]]:

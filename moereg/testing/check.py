@@ -74,7 +74,7 @@ class Check:
 
     Attributes:
         cell: The cell to check.
-        kind: One of `KINDS`.
+        kind: One of `CHECK_KINDS`.
         argument: The kind's argument as JSON: a problem, a scheme, which layers are drawn, or nothing.
         platform: The platform to run as; if empty, the cell's own choice for this machine.
         modules: Modules or files to import first, which register the backend if no entry point does.
@@ -122,7 +122,7 @@ class Check:
                 stack.enter_context(poisoned_empty())
             try:
                 argument: Any = json.loads(self.argument) if watch is None else watch
-                KINDS[self.kind](cell, {**argument, "tell": tell} if self.kind == "drawn" else argument)
+                CHECK_KINDS[self.kind](cell, {**argument, "tell": tell} if self.kind == "drawn" else argument)
             except BaseException as error:
                 if stops_the_process(error) or isinstance(error, AssertionError):
                     raise
@@ -183,7 +183,7 @@ def check_layer(case: Case, layer: DrawnLayer) -> None:
     gradients.check_drawn_gradients(case, layer)
 
 
-KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
+CHECK_KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "deciding": checks.check_deciding,
     "rejections": lambda cell, argument: checks.check_rejections(cell),
     "workspaces": lambda cell, argument: checks.check_workspaces_grow(cell),

@@ -32,7 +32,7 @@ from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.modules import import_modules, is_file_name, own_modules, registers, resolved_modules
 from moereg.testing import cases
 from moereg.testing.cases import accepted_problems, is_imitated, runnable_platform, running_as
-from moereg.testing.check import IMPORT, KINDS, NO_TIME, CellName, Check, Outcome, Report, Result, chosen_machine
+from moereg.testing.check import CHECK_KINDS, IMPORT, NO_TIME, CellName, Check, Outcome, Report, Result, chosen_machine
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.gradients import gradient_cases
 from moereg.testing.worker import CHECK_SECONDS, GPU_CHECK_SECONDS, SHARED_WORKER, Worker
@@ -136,7 +136,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
 def _interleaved(checks: Sequence[Check]) -> tuple[Check, ...]:
     """Orders checks by kind and alternates cells within a kind, so that a short run covers every cell."""
     counts: collections.Counter[tuple[CellName, str]] = collections.Counter()
-    keys, order = {}, list(KINDS)
+    keys, order = {}, list(CHECK_KINDS)
     for check in checks:
         keys[check] = (order.index(check.kind), counts[check.cell, check.kind])
         counts[check.cell, check.kind] += 1

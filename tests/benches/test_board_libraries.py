@@ -11,7 +11,7 @@ from benches.board import libraries
 from benches.board.layers import GPU_LAYERS
 from benches.board.libraries import interleaved
 from benches.board.padded_routes import padded_on_host, padded_routes
-from moereg.bench.session import entrants, timed_cell
+from moereg.bench.session import timed_cell, tuning_candidates
 from moereg.platforms import read_platform
 from moereg.registry import BackendRegistry
 
@@ -27,11 +27,11 @@ def test_what_was_built_takes_part_where_it_fits(
     libraries.register(tmp_path)
     platform = read_platform("cuda:sm90")
     (layer,) = (layer for layer in GPU_LAYERS if layer.name == "qwen3-30b-a3b:fp8_block128")
-    found = entrants(layer.problem(), platform, prefer=NAMES).decisions
+    found = tuning_candidates(layer.problem(), platform, prefer=NAMES).decisions
     own = [one for one in found if one.backend in NAMES and one.accepted]
     assert sorted(one.backend for one in own) == sorted(NAMES)
     assert all(timed_cell(one, platform) for one in own)
-    unasked = entrants(layer.problem(), platform).decisions
+    unasked = tuning_candidates(layer.problem(), platform).decisions
     assert not any(one.accepted for one in unasked if one.backend in NAMES)
 
 

@@ -21,7 +21,7 @@ NEAR: Final = ("all_to_all_fp8", "all_gather_fp8", "all_to_all_sums_fp8", "low_l
 """Cases with tokens in 8 bits: sums of products depend on how many rows are multiplied together, by a rounding."""
 REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
-    "other_dispatchers": "RanksDifferError: all ranks must run the same layer, got dispatcher all_gather on rank 0, all",
+    "other_dispatchers": "RanksDifferError: all ranks must run the same layer, got dispatcher all_gather on rank 0, ",
     "other_rooms": "RanksDifferError: all ranks must run the same layer, got max_num_tokens 8 on rank 0, 9 on rank 1;",
     "other_numbers_of_parts": "RanksDifferError: all ranks must run the same layer, got num_batches 1 on rank 0, 2 on ",
     "experts_that_do_not_divide": "ArgumentError: a group's ranks must divide the experts where no map says who holds",

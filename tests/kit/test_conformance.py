@@ -11,7 +11,7 @@ from moereg.registry import BackendCell
 from moereg.selection.loader import list_backends
 from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, gradients
-from moereg.testing.check import KINDS, Check
+from moereg.testing.check import CHECK_KINDS, Check
 from moereg.testing.suite import list_suite
 from tests.support.kit import runnable_cells
 
@@ -88,7 +88,7 @@ def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: Back
 
 def test_verifying_runs_every_check_of_the_kit() -> None:
     listed = {check.kind for check in SUITES["torch"].checks} | {"graph", "synchronization", "drawn"}
-    assert listed == set(KINDS)
+    assert listed == set(CHECK_KINDS)
     tested = {name.removeprefix("check_") for name in (*vars(checks), *vars(gradients)) if name.startswith("check_")}
     # Of the names that differ, a layer and a case are what is drawn; a capture is part of several checks.
-    assert len(tested - {"case", "layer", "drawn_gradients", "capture"}) == len(KINDS) - len({"drawn"})
+    assert len(tested - {"case", "layer", "drawn_gradients", "capture"}) == len(CHECK_KINDS) - len({"drawn"})

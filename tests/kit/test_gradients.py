@@ -25,7 +25,7 @@ from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import GRADIENTS
 from moereg.testing import gradients, suite
 from moereg.testing.cases import Case, running_as
-from moereg.testing.check import KINDS, check_layer, chosen_machine
+from moereg.testing.check import CHECK_KINDS, check_layer, chosen_machine
 from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
@@ -618,7 +618,7 @@ def behind(tensor: torch.Tensor) -> torch.Tensor:
 def check_first(experts: type[FakeExperts], **changes: Any) -> None:
     with running_as(chosen_machine("cpu")):
         case = case_of(experts, **changes)
-        KINDS["gradients"](case.cell, {"problem": case.problem.to_dict(), "is_first": True})
+        CHECK_KINDS["gradients"](case.cell, {"problem": case.problem.to_dict(), "is_first": True})
 
 
 def check_drawn(experts: type[FakeExperts]) -> None:
@@ -632,7 +632,7 @@ def check_drawn(experts: type[FakeExperts]) -> None:
 
 def check_of(kind: str, experts: type[FakeExperts]) -> None:
     with running_as(chosen_machine("cpu")):
-        KINDS[kind](cell_of(experts), None)
+        CHECK_KINDS[kind](cell_of(experts), None)
 
 
 BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExperts], str]]] = [

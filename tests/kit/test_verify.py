@@ -26,7 +26,7 @@ from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules
-from moereg.testing.check import KINDS, NO_TIME, STATUSES, CellName, Check, Outcome, Report, Result
+from moereg.testing.check import CHECK_KINDS, NO_TIME, STATUSES, CellName, Check, Outcome, Report, Result
 from moereg.testing.checks import watched_imports
 from moereg.testing.suite import Suite, _interleaved, checks_of, list_suite, run_check, run_here, verify
 from moereg.testing.worker import SHARED_WORKER, Answer, Worker, _place
@@ -415,7 +415,7 @@ def test_a_plugin_that_ends_the_process_is_the_last_that_was_imported() -> None:
 def run_as(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Any, Any], object]) -> Outcome:
     """What `run_here` says of a check that does this."""
     monkeypatch.setattr(CellName, "find", lambda self: load_backends().by_name("torch")[0])
-    monkeypatch.setitem(KINDS, "permute", broken)
+    monkeypatch.setitem(CHECK_KINDS, "permute", broken)
     return run_here(lambda told: None, Check.make(ONE, "permute"))
 
 

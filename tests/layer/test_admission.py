@@ -115,7 +115,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     compared = admission._compared
 
-    def noted(kernel: MoEKernel, weights: ExpertWeights) -> admission.Found:
+    def noted(kernel: MoEKernel, weights: ExpertWeights) -> admission.CheckResult:
         names.append(str(kernel.selection.backend))
         return compared(kernel, weights)
 

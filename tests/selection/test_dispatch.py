@@ -41,7 +41,7 @@ def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -
     """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
     deciding._ANSWERS.clear()
-    dispatch._times.cache_clear()
+    dispatch._log_counts.cache_clear()
     return isolated_registry
 
 

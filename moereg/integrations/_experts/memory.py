@@ -64,7 +64,7 @@ def release(found: ServedExperts, shared: Collection[int]) -> str | None:
     if len(found.kernels) > 1:
         return "several kernels hold them"
     try:
-        stored = live.stored(found.restored())
+        stored = live.stored(found.canonical_weights())
     except MoeregError as error:
         return str(error)
     for name, value in stored.items():
@@ -115,7 +115,7 @@ def _save(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, loca
     if found is None or not found.released:
         return
     assert found.live.stored is not None
-    for name, value in found.live.stored(found.restored()).items():
+    for name, value in found.live.stored(found.canonical_weights()).items():
         state_dict.setdefault(prefix + name, value)  # A parameter set in the meantime is there already.
 
 

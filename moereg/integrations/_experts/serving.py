@@ -232,7 +232,7 @@ class ServedExperts:
 
     def _weights(self) -> ExpertWeights:
         if self.released:
-            return self.restored()
+            return self.canonical_weights()
         try:
             check_servable(self.module, self.live)
             return self.live.canonical(self.module)
@@ -291,7 +291,7 @@ class ServedExperts:
             return
         module, live = self.module, self.live
         assert live.stored is not None
-        for name, value in live.stored(self.restored()).items():
+        for name, value in live.stored(self.canonical_weights()).items():
             if _held(module, name) is None:
                 owner, attribute = owner_of(module, name)
                 owner._parameters[attribute] = torch.nn.Parameter(
@@ -301,7 +301,7 @@ class ServedExperts:
         self.released = {}
         self._states = states_of(_tensor(module, name) for name in live.parameters)
 
-    def restored(self) -> ExpertWeights:
+    def canonical_weights(self) -> ExpertWeights:
         """Reads canonical weights back from a kernel, after the module's own were freed."""
         return read_all(next(iter(self.kernels.values())).weights)
 

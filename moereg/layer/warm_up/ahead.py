@@ -20,7 +20,7 @@ import torch
 
 from moereg import errors
 from moereg.errors import ArgumentError, BackendError, one_line
-from moereg.layer.ranges import alone, counts_by_range
+from moereg.layer.ranges import counts_by_range, only_candidate
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, shown_counts
 from moereg.layer.warm_up.shipped import note_layer, use_folder
 from moereg.runtime.memory import free_memory_bytes
@@ -89,7 +89,7 @@ def compile_ahead(
     with use_folder(platform, folder) as place:
         parts = []
         for number, inside in counts_by_range([most for most, _ in selection.plan], counts):
-            own = alone(selection, selection.plan[number][1])
+            own = only_candidate(selection, selection.plan[number][1])
             found = ask(own, inside, num_compilers(jobs), has_map=has_map)
             notes = found.notes
             if found.fault is not None:
