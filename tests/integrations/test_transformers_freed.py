@@ -134,14 +134,14 @@ def test_copies_have_them_and_pickles_say_how(model: Any) -> None:
 
 
 def test_what_does_not_come_back_is_kept_and_said(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    right = serving.ServedExperts.restored
+    right = serving.ServedExperts.canonical_weights
 
     def wrong(self: serving.ServedExperts) -> Any:
         weights = right(self)
         weights.w2[0, 0, 0] += 1
         return weights
 
-    monkeypatch.setattr(serving.ServedExperts, "restored", wrong)
+    monkeypatch.setattr(serving.ServedExperts, "canonical_weights", wrong)
     prepared = prepare(model, free=True, progress=False)
     assert prepared.layers[0].kept == "down_proj does not come back from the kernel's layout bit for bit"
     assert "(weights kept: down_proj does not" in str(prepared)

@@ -27,7 +27,7 @@ from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
 from moereg.testing.cases import Case, first_case, running_as
-from moereg.testing.check import KINDS, CellName, Check, check_layer, chosen_machine
+from moereg.testing.check import CHECK_KINDS, CellName, Check, check_layer, chosen_machine
 from moereg.testing.checks import ImportWatch, check_numbers
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import FILLS, FORMS, poisoned_empty
@@ -92,7 +92,7 @@ def drawn(experts: type[FakeExperts], changes: dict[str, Any] | None = None, **c
 def numbers(experts: type[FakeExperts], **changes: Any) -> None:
     case = case_of(experts, **changes)
     with running_as(chosen_machine("cpu")):
-        KINDS["numbers"](case.cell, {"problem": case.problem.to_dict(), "is_first": False})
+        CHECK_KINDS["numbers"](case.cell, {"problem": case.problem.to_dict(), "is_first": False})
 
 
 def run_kind(kind: str, experts: type[FakeExperts]) -> None:
@@ -105,12 +105,12 @@ def run_kind(kind: str, experts: type[FakeExperts]) -> None:
         case "rounding":
             of_scheme(kind, "int8_w8a8", cell_of(experts, "int8_w8a8"))
         case _:
-            KINDS[kind](cell_of(experts), watch() if kind == "deciding" else None)
+            CHECK_KINDS[kind](cell_of(experts), watch() if kind == "deciding" else None)
 
 
 def of_scheme(kind: str, scheme: str, cell: BackendCell) -> None:
     """A check of one of the schemes of a cell."""
-    KINDS[kind](cell, dataclasses.asdict(get_scheme(scheme)))
+    CHECK_KINDS[kind](cell, dataclasses.asdict(get_scheme(scheme)))
 
 
 def watch(*packages: str) -> ImportWatch:
@@ -273,14 +273,14 @@ def reads_stale(self: Any, out: torch.Tensor, inputs: Any, weights: Any, workspa
 def deciding_beside(*packages: str) -> None:
     """The check of a class whose module has imported these, where they are there."""
     with mock.patch.dict(sys.modules, {package: ModuleType(package) for package in packages}):
-        KINDS["deciding"](cell_of(RightExperts), watch(*packages))
+        CHECK_KINDS["deciding"](cell_of(RightExperts), watch(*packages))
 
 
 def taking(code: str, experts: type[RightExperts] = RightExperts) -> None:
     """The check where a cell takes a problem that it must reject, or rejects it for another reason."""
     problem = first_case(cell_of(RightExperts)).problem
     with mock.patch.object(checks, "rejected_problems", return_value=[(code, problem)]):
-        KINDS["rejections"](cell_of(experts), None)
+        CHECK_KINDS["rejections"](cell_of(experts), None)
 
 
 class Wrapped:
@@ -402,7 +402,7 @@ def test_numbers_are_told_which_case_is_the_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checks, "calls_of", lambda case, is_first: seen.append(is_first) or [])
     cell = cell_of(RightExperts)
     for is_first in (False, True):
-        KINDS["numbers"](cell, {"problem": first_case(cell).problem.to_dict(), "is_first": is_first})
+        CHECK_KINDS["numbers"](cell, {"problem": first_case(cell).problem.to_dict(), "is_first": is_first})
     assert seen == [False, True]
 
 
@@ -446,7 +446,7 @@ def test_each_fault_must_be_seen_well_above_the_bound(
 def test_a_right_class_passes_what_the_others_fail() -> None:
     for kind in sorted({kind for kind, *_ in BROKEN} - {"compile"}):
         run_kind(kind, RightExperts)
-    KINDS["deciding"](cell_of(RightExperts), watch("json"))
+    CHECK_KINDS["deciding"](cell_of(RightExperts), watch("json"))
     for fill in FILLS:
         drawn(RightExperts, fill=fill)
     numbers(off_by(0.8))
@@ -478,7 +478,7 @@ def test_a_caller_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(checks, "build", lambda case: kernel)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        KINDS["compile"](cell_of(RightExperts), None)
+        CHECK_KINDS["compile"](cell_of(RightExperts), None)
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ class FakeGPU:
             mock.patch.object(torch.cuda, "graph", self.capturing),
             mock.patch.object(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode)),
         ):
-            KINDS[kind](cell_of(RightExperts), None)
+            CHECK_KINDS[kind](cell_of(RightExperts), None)
 
 
 @pytest.mark.parametrize("kind", ["permute", "numbers", "faults", "rounding", "reload", "drawn"])
@@ -589,7 +589,7 @@ def test_checks_of_numbers_run_beside_poisoned_memory(kind: str, monkeypatch: py
     cell = cell_of(RightExperts)
     monkeypatch.setattr(torch, "empty", REAL_EMPTY)
     monkeypatch.setattr(CellName, "find", lambda self: cell)
-    monkeypatch.setitem(KINDS, kind, lambda cell, argument: seen.append(bool(torch.empty(3).isnan().all())))
+    monkeypatch.setitem(CHECK_KINDS, kind, lambda cell, argument: seen.append(bool(torch.empty(3).isnan().all())))
     Check.make(CellName("fresh", "RightExperts", ("unquantized",), ("cpu",)), kind, {}).run()
     assert seen == [True]
     assert torch.empty is REAL_EMPTY

@@ -118,7 +118,7 @@ def test_one_expert_of_a_layer_is_old_or_new_everywhere(monkeypatch: pytest.Monk
 
 def test_a_writer_may_call_and_write_inside() -> None:
     turn = InTurn()
-    with turn.alone(), turn.alone():
+    with turn.exclusive(), turn.exclusive():
         turn.begin(threading.get_ident())
         turn.end(threading.get_ident())
     assert (turn._calls, turn._writer) == ({}, None)
