@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 import signal
+import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -249,14 +250,23 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and any(sign in described(error) for sign in _LACKS_OF_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    try:
+        text = str(error)
+    except Exception:
+        return False
+    return any(sign in text for sign in _LACKS_OF_MEMORY)
 
 
 def stops_the_process(error: BaseException) -> bool:
     """Whether an error is a request from outside to stop the process, whatever code it passed through.
 
-    Ctrl-C is, and so is an exception from a signal handler. SystemExit from a backend's own code is not.
+    Ctrl-C is, and so is an exception from a signal handler. SystemExit from a backend's own code is not. Python runs
+    handlers only in the main thread, so other threads' code raises its errors itself.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return False
     if isinstance(error, KeyboardInterrupt):
         return True
     if isinstance(error, Exception):

@@ -83,7 +83,7 @@ class ExpertPart:
     def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
         """Converts a stored tensor, or its row, and writes it into the local expert's slice of its canonical field.
 
-        An ArgumentError if its values contradict its format.
+        Raises ArgumentError if its values contradict its format.
         """
         canonical = self.tensor.convert(stored)
         if self.field is None:
@@ -170,7 +170,7 @@ def list_layer(
 ) -> LayerManifest:
     """Finds the tensors of a layer, of which only this rank's shards are opened; arguments as in `load_experts`.
 
-    An ArgumentError if one is not an integer, or the rank's experts are not experts of the layer.
+    Raises ArgumentError if one is not an integer, or the rank's experts are not experts of the layer.
     """
     for argument, value in (("layer", layer), ("num_local_experts", num_local_experts), ("ep_rank", ep_rank)):
         if type(value) is not int and not (value is None and argument == "num_local_experts"):

@@ -1,6 +1,6 @@
 """Files of records: JSON of one schema, cached until they change.
 
-What cannot be read is an ArgumentError; where `is_own`, only this user or root may have write access.
+Reading raises ArgumentError where it cannot; where `is_own`, only this user or root may have write access.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -83,12 +82,6 @@ _Compare = Callable[[], list[Comparison]]
 _HERE: Final[dict[_Key, str]] = {}
 """Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
 
-_SERVES: Final[set[_Subject]] = set()
-"""Subjects that this process found admitted since the quarantine last changed, and does not look up for each layer."""
-
-_quarantined_at = 0.0
-"""When the quarantine last changed, as far as this process has seen."""
-
 
 class CheckResult(NamedTuple):
     """The outcome of a kernel's check.
@@ -128,20 +121,10 @@ class _Subject(NamedTuple):
 
     @property
     def is_admitted(self) -> bool:
-        if self not in _SERVES and ADMITTED.read().record(*self) is not None:
-            _SERVES.add(self)
-        return self in _SERVES
+        return ADMITTED.read().record(*self) is not None
 
     def known(self) -> str | None:
         """Why it must not serve here; empty if it may, None if it has to be checked first."""
-        global _quarantined_at
-        path = QUARANTINE.path()
-        last = os.path.getmtime(path) if path is not None and os.path.exists(path) else 0.0
-        if last != _quarantined_at:
-            _quarantined_at = last
-            _SERVES.clear()
-        if self in _SERVES:
-            return ""
         held = QUARANTINE.read().record(*self)
         if held is not None:
             return held.failure
@@ -250,7 +233,7 @@ def _closeness(found: CheckResult) -> float:
 
 
 def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare, bool]]:
-    """Numbers of tokens, what runs and compares such a call, and whether that is of gradients."""
+    """Yields a number of tokens, what runs and compares such a call, and whether it compares gradients."""
     problem, winner = checking.problem, checking.selection.winner
     assert winner is not None
     training = None
@@ -456,7 +439,6 @@ def next_choice(selection: Selection, failure: str) -> Selection:
     """
     subject, winner = _Subject.of(selection), selection.winner
     assert winner is not None
-    _SERVES.discard(subject)  # It may have failed on another rank only.
     is_known = bool(subject.known())
     record = subject.failed(failure)
     held = "it is quarantined" if is_known else _quarantine(record)

@@ -29,7 +29,7 @@ _DOING: Final = "experts that move"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMove:
-    """One rank's local expert, at a place there, that replaces another rank's."""
+    """Copies a local expert of one rank over one of another rank."""
 
     expert: int
     source_rank: int

@@ -63,7 +63,7 @@ class RangedExperts:
         self.num_calls[(num_tokens - 1).bit_length()] += 1
 
     def run(self, prepared: Prepared, weights: PermutedWeights, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Runs the experts, unless there are no rows, and returns theirs in the experts' output form.
+        """Runs the experts and returns their rows in their output form; without rows it runs nothing.
 
         Args:
             prepared, weights: What they read.
@@ -123,7 +123,7 @@ class RangedExperts:
 
 
 class Reads(NamedTuple):
-    """Operands of a call beside its inputs; adapters in calls that train."""
+    """Operands of a call besides its inputs; adapters only in calls that train."""
 
     weights: PermutedWeights
     expert_map: torch.Tensor | None
@@ -167,7 +167,7 @@ def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
 
 
 def counts_by_range(ranges: Sequence[int | None], counts: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Splits ascending numbers of tokens by the ranges that serve them, of which `ranges` has the most tokens.
+    """Splits ascending numbers of tokens by the ranges that serve them; `ranges` has the most tokens of each.
 
     Yields:
         (place of the range, its numbers), for ranges that have any.

@@ -465,10 +465,10 @@ class MoELayer(CanonicalModule):
     def check_and_run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Runs a call of compiled code, whose shapes and dtypes were checked, as `MoEKernel.check_and_run` does.
+        """Runs a call of compiled code, whose shapes and dtypes were checked.
 
         Args:
-            hidden_states, topk_weights, topk_ids, out: As there.
+            hidden_states, topk_weights, topk_ids, out: As in `MoEKernel.check_and_run`.
         """
         with torch.no_grad():
             self.training_kernel()(hidden_states, topk_weights, topk_ids, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 
@@ -89,7 +90,7 @@ class Platform:
             raise UnknownPlatformError(f"platform {shown(name)} needs an architecture{kind.hint}")
         return cls(kind_name, arch)
 
-    @property
+    @functools.cached_property
     def device_type(self) -> str:
         """The torch type of this platform's devices."""
         kind = find_kind(self.kind)

@@ -38,7 +38,7 @@ __all__ = [
 def resolve_prepare_finalize(problem: MoEProblem, prepare_finalize: PrepareFinalize | None) -> PrepareFinalize:
     """Returns the caller's token dispatcher, or the local one of the problem's format if None.
 
-    An ArgumentError if its format differs from the problem's.
+    Raises ArgumentError if its format differs from the problem's.
     """
     if prepare_finalize is None:
         return local_prepare_finalize(problem.activation_format)

@@ -82,7 +82,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
 def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype | None = None) -> bool:
     """Whether Triton kernels move a call's tokens, or torch does; None: what the device runs for that dtype.
 
-    An ArgumentError if Triton was requested on a device that it does not know.
+    Raises ArgumentError if Triton was requested on a device that it does not know.
     """
     if in_triton is None:
         return _device_runs_kernels(device_type, is_float8=dtype is not None and dtype.is_floating_point)

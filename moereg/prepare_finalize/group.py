@@ -139,7 +139,7 @@ class Group:
     def exclusive(self, doing: str) -> Iterator[None]:
         """Keeps out other threads of this process while it is `doing` something, such as `make the kernel`.
 
-        A GroupError if another one is inside, whose exchanges other ranks would take for this one's.
+        Raises GroupError if another one is inside, whose exchanges other ranks would take for this one's.
         """
         use = self._use
         if not use.lock.acquire(blocking=False):
@@ -194,7 +194,7 @@ class Group:
     def gather_objects(self, value: object, doing: str) -> list[Any]:
         """Gathers the values of all ranks, in order; they travel as pickles and wait for the host.
 
-        A GroupError if a rank has ended or did not come within the group's time limit.
+        Raises GroupError if a rank has ended or did not come within the group's time limit.
         """
         found: list[Any] = [None] * self.size
         with self._named(doing):

@@ -61,7 +61,7 @@ def decide(
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        quarantine, admitted: What failed and what passed its first check there; the latter is only decisions' evidence.
+        quarantine, admitted: What failed there, and what passed its first check (only evidence).
         tuning: Packs of what was measured there; they order candidates that the request does not tell apart.
     """
     cells = tuple(cells)

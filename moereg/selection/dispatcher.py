@@ -234,7 +234,7 @@ def select_dispatcher(
 def problem_of_rank(problem: MoEProblem, size: int) -> MoEProblem:
     """The layer with this rank's experts: an equal share if the problem says that all are local.
 
-    An ArgumentError if ranks do not divide the experts, and no map says which rank holds which.
+    Raises ArgumentError if ranks do not divide the experts, and no map says which rank holds which.
     """
     if problem.placement == "map":
         return problem

@@ -134,7 +134,7 @@ def _nobody(value: str) -> Owner:
 
 
 def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginStatus:
-    """Checks an entry point before anything of it is imported: it is a ValueError if no module or table takes it."""
+    """Checks an entry point before it is imported; raises ValueError if it names no module, or its group no table."""
     try:
         module = str(point.module)
     except Exception:  # What is raised differs between versions of importlib_metadata.
@@ -159,7 +159,7 @@ def is_allowed(text: str | None, group: str, name: str) -> bool:
     """Whether MOEREG_PLUGINS lets a plugin load; None, where the variable is not set, allows all, an empty text none.
 
     A name allows plugins of that name in any group. `group:name`, such as `platforms:mine`, allows that one plugin, and
-    alone leaves other groups as they are. An ArgumentError if a group is not known.
+    alone leaves other groups as they are. Raises ArgumentError if a group is not known.
     """
     if text is None:
         return True

@@ -59,9 +59,9 @@ class Fact(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Names(Fact):
-    """The supported names, among those `known`, if not any is valid.
+    """The supported names, a part of those `known`; None allows any.
 
-    `wanted` is the problem's attribute with its name, and `rule` begins the reason, each by default as the code is.
+    `wanted` is the problem's attribute that holds its name, and `rule` begins the reason; both default to the code.
     """
 
     known: Collection[str] | None

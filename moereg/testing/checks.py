@@ -124,6 +124,7 @@ class GuardedLayer:
             expert_map=expert_map,
         )
         self._memory.check()
+        assert not self._kernel.held.is_borrowed
         self._kernel.held.permuted = guard_permuted(self._memory, self._kernel.weights)
         if self._kernel.expert_map is not None and expert_map is None:
             self._kernel.expert_map = self._memory.copy("expert_map", self._kernel.expert_map)

@@ -62,7 +62,7 @@ _TOP_K: Final = (1, 2, 3, 4, 5, 8)
 # hypothesis draws 100 and more from the constants of loaded modules too, which are not the same in each run.
 _MOST_CHOICES: Final = 100
 
-_LAYERS_A_KERNEL: Final = 8  # On a GPU, where compiling takes most of the time.
+_LAYERS_PER_KERNEL: Final = 8  # On a GPU, where compiling takes most of the time.
 _SHRINK_SECONDS: Final = 30.0
 
 
@@ -238,7 +238,7 @@ def claimed_activations(cell: BackendCell) -> list[Activation]:
     return found
 
 
-def drawn_layers(cell: BackendCell, layers_a_kernel: int = 1) -> st.SearchStrategy[list[DrawnLayer]]:
+def drawn_layers(cell: BackendCell, layers_per_kernel: int = 1) -> st.SearchStrategy[list[DrawnLayer]]:
     """Layers that a cell accepts here, in lists of some that share compiled kernels."""
     from hypothesis import assume
     from hypothesis import strategies as st
@@ -252,7 +252,7 @@ def drawn_layers(cell: BackendCell, layers_a_kernel: int = 1) -> st.SearchStrate
             return draw(st.sampled_from(values))
 
         found = [draw_layer(cell, choose, limits)]
-        found += [vary_sizes(found[0], choose, limits) for _ in range(1, layers_a_kernel)]
+        found += [vary_sizes(found[0], choose, limits) for _ in range(1, layers_per_kernel)]
         for place, layer in enumerate(found):
             problem = accepted_neighbor(cell, layer.problem, platform)
             assume(problem is not None)
@@ -304,15 +304,15 @@ def check_drawn(
                 return True
         return False
 
-    layers_a_kernel = _LAYERS_A_KERNEL if default_device().type == "cuda" and not is_imitated(cell) else 1
-    most = 1 << 30 if num_layers is None else -(-num_layers // layers_a_kernel)
+    layers_per_kernel = _LAYERS_PER_KERNEL if default_device().type == "cuda" and not is_imitated(cell) else 1
+    most = 1 << 30 if num_layers is None else -(-num_layers // layers_per_kernel)
     options = settings(max_examples=most, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
     # Equal in every process, unlike the cell's own text: sets have an order of their own there.
     names = (*(scheme.name for scheme in cell.schemes), *(rule.text for rule in cell.rules))
     text = "/".join((str(seed), cell.name, cell.class_name, *names))
     configuration.set_hypothesis_home_dir(os.devnull)  # It would write to the current folder.
     try:
-        find(drawn_layers(cell, layers_a_kernel), fails, settings=options, random=random.Random(text))
+        find(drawn_layers(cell, layers_per_kernel), fails, settings=options, random=random.Random(text))
     except (_TimeIsUp, errors.NoSuchExample, errors.Unsatisfiable, errors.Flaky):
         pass
     finally:

@@ -208,7 +208,7 @@ class GuardedTraining:
             inputs, grad_out: The call, and [T,H].
             fill: Contents of the workspaces, one of `moereg.testing.guards.FILLS`.
             names: Gradients to ask for; all if None.
-            before: What those of weights and adapters are added to; they are overwritten if None.
+            before: Values to which gradients of weights and adapters are added; overwritten if None.
 
         Returns:
             The output, and the gradients by name.

@@ -303,7 +303,6 @@ def first_checks(rank: int, size: int, quarantine: str, is_known: bool) -> dict[
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ),
         mock.patch.dict(admission._HERE),
-        mock.patch.object(admission, "_SERVES", set()),
     ):
         os.environ["MOEREG_ADMISSION"] = f"{folder}/admitted.json"
         os.environ["MOEREG_QUARANTINE"] = f"{folder}/{quarantine}" if quarantine else ""

@@ -174,7 +174,7 @@ def test_layers_are_drawn_until_the_time_is_up() -> None:
 
 
 @hypothesis.settings(max_examples=5, deadline=None, database=None, derandomize=True)
-@hypothesis.given(drawn_layers(native_cell(), layers_a_kernel=3))
+@hypothesis.given(drawn_layers(native_cell(), layers_per_kernel=3))
 def test_layers_that_share_kernels_are_drawn_together(layers: list[DrawnLayer]) -> None:
     first, *others = layers
     assert len(others) == 2

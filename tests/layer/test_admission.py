@@ -103,8 +103,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOEREG_ADMISSION", str(path))
     monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "data" / "quarantine.json"))
     monkeypatch.setattr(admission, "_HERE", {})
-    monkeypatch.setattr(admission, "_SERVES", set())
-    monkeypatch.setattr(admission, "_quarantined_at", 0.0)
     admission._warn_once.cache_clear()
     return path
 
@@ -315,7 +313,6 @@ def test_what_passed_is_recorded_once(register: Register, checks: list[str], fil
     assert make_kernel(PROBLEM, WEIGHTS, before).selection.fingerprint == after.fingerprint
     assert checks == ["good"]
     file.unlink()
-    admission._SERVES.clear()  # As in another process.
     make_kernel(PROBLEM, WEIGHTS)
     assert checks == ["good"] * 2
 
@@ -339,7 +336,6 @@ def test_changed_versions_or_code_are_checked_again(
     else:
         monkeypatch.setattr(on_machine, "class_digest", lambda experts: "changed")
     assert explain_backends(PROBLEM).decisions[0].evidence == ""
-    admission._SERVES.clear()  # As in another process.
     make_kernel(PROBLEM, WEIGHTS)
     make_kernel(PROBLEM, WEIGHTS)
     assert checks == ["good"] * 2

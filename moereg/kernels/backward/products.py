@@ -77,7 +77,7 @@ class LowRank(NamedTuple):
 
 @triton.jit
 def _expand(x, low_rank, rows, expert, columns, column_mask, LOW_K: tl.constexpr):
-    """x, the product [BLOCK_M, BLOCK_N] fp32 without adapter, and the adapter's part; LOW_K elements a step.
+    """x, the product [BLOCK_M, BLOCK_N] fp32 without adapter, and the adapter's part; LOW_K elements per step.
 
     `rows`: [BLOCK_M] valid rows; `expert` is int64; `column_mask` is read in any case.
     """

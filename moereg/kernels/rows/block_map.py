@@ -81,9 +81,8 @@ class BlockMap:
     flags: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        tall, rows = self.tall, f"tall tiles of {self.tall} rows, others of {self.block_m} and {self.slack}"
-        assert tall == 0 or (tall > self.block_m and self.slack == 0), rows
-        assert not (tall and self.heavy_first), "tall tiles come first as they are"
+        assert self.tall == 0 or (self.tall > self.block_m and self.slack == 0), "tall tiles are higher, without slack"
+        assert not (self.tall and self.heavy_first), "tall tiles come first as they are"
 
     @property
     def max_blocks(self) -> int:
