@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-machines test-finetune test-peers test-vllm test-sglang test-ranges fuzz mutants reach lint format bench build clean
+.PHONY: help demo test test-all test-aot test-machines test-finetune test-peers test-vllm test-sglang test-ranges fuzz mutants reach lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,8 +19,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 RANGES_ARGS ?=
-# Tests that need neither a GPU nor a library of another extra.
-EVERYWHERE := not gpu and not peers and not finetune
+# Tests that need neither a GPU nor a library of another extra, but for those that compile for a quarter of an hour.
+EVERYWHERE := not gpu and not peers and not finetune and not aot
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -28,6 +28,7 @@ help:
 	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests'
+	@echo 'make test-aot    compiles every kernel ahead of time for every architecture: some 10 minutes, after changes to kernels'
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-finetune  installs PEFT and TRL (0.3 GB more) and fine-tunes with them'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
@@ -54,6 +55,10 @@ test: $(VENV)/.test-stamp
 # marked slow, that is no failure.
 test-all: $(VENV)/.test-stamp
 	$(IN_PARALLEL) -m 'slow and $(EVERYWHERE)' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+# Not a step of .ci/run: `make test` compiles a sample. Run it when a kernel or a launch configuration changes.
+test-aot: $(VENV)/.test-stamp
+	$(IN_PARALLEL) -m aot $(PYTEST_ARGS)
 
 # What depends on the CPU, as on one with AVX2 alone, on an older one and on one with int8 instructions, each with one or two
 # threads; then in an order drawn anew, whose seed is in the first lines: PYTEST_ARGS='-p randomly --randomly-seed N' repeats it.

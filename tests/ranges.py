@@ -23,7 +23,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "ranges.md"
 # Pythons that no classifier names yet.
 NEWER: Final = ("3.14",)
-MARKS: Final = "not slow and not gpu and not peers and not finetune"
+MARKS: Final = "not slow and not gpu and not peers and not finetune and not aot"
 SHOWN: Final = ("torch", "triton", "numpy", "transformers", "compressed-tensors")
 _HEADER: Final = (
     "Python",

@@ -69,7 +69,7 @@ class CellRecord:
     def fields_of(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> dict[str, Any]:
         """The fields of a cell on a machine, whose rule matches it."""
         names = dict(zip(_NAMES, cell_key(cell, scheme, rule), strict=True))
-        return {**names, "digest": class_digest(cell.experts), "versions": {**cell_versions(cell, platform)}}
+        return {**names, "digest": class_digest(cell.experts), "versions": cell_versions(cell, platform)}
 
     @property
     def cell_key(self) -> _Key:
@@ -158,8 +158,6 @@ def cell_key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule) -> _Key
     return (*map(one_line, names), one_line(narrowed_text(cell.facts, cell.experts.facts), _LONGEST_FACTS))
 
 
-# For this and the next, every layer that is made asks of a few cells.
-@functools.lru_cache(maxsize=1024)
 def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
     """The keys of all records that a cell could have on a machine, for one scheme if given."""
     rule = cell.rule_for(platform)
@@ -169,8 +167,7 @@ def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | Non
     return frozenset((*key, *_machine(platform), use) for key in keys for use in _USES)
 
 
-@functools.lru_cache(maxsize=1024)
-def cell_versions(cell: BackendCell, platform: Platform) -> Mapping[str, str]:
+def cell_versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
     """Versions of what a cell runs on: moereg, torch, its distribution and its requirements."""
     names = _distributions(cell.origin, cell.requires)
     return {name: one_line(platform.versions[name]) for name in names if name in platform.versions}

@@ -52,9 +52,9 @@ _GATHERED: Final = ("all_gather_columns", "experts", "reduce_scatter")
 _RESTORED: Final = ("quantize_tokens", "all_gather_columns", "restore_tokens", "experts", "reduce_scatter")
 _SENT: Final = ("place_routes", "all_to_all", "pack_tokens", "all_to_all")
 _CODED: Final = ("place_routes", "all_to_all", "quantize_tokens", "pack_tokens", "all_to_all")
-_HOME: Final = ("experts", "all_to_all", "sum_batches")
-_LAID_OUT: Final = ("place_tokens", "spread_tokens", "experts", "sum_batches")
-_IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "sum_batches")
+_HOME: Final = ("experts", "all_to_all", "reduce_sorted_rows")
+_LAID_OUT: Final = ("place_tokens", "copy_rows", "experts", "reduce_sorted_rows")
+_IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "reduce_sorted_rows")
 _PLAIN_ROOMS: Final = ("place_routes", "spread_tokens", *_IN_ROOMS)
 _CODED_ROOMS: Final = ("place_routes", "quantize_tokens", *_IN_ROOMS)
 _OWN: Final = ("all_gather_columns", "keep_own_routes", "experts", "reduce_scatter")
@@ -79,7 +79,10 @@ DISPATCHERS: Final = {
     "low_latency_int8": Dispatcher("low_latency", _CODED_ROOMS, changes=INT8),
     "all_to_all": Dispatcher("all_to_all", (*_SENT, "unpack_tokens", *_HOME)),
     "all_to_all_batched": Dispatcher(
-        "all_to_all", (*_SENT, "unpack_tokens", *_LAID_OUT, "all_to_all", "sum_batches"), fewer=True, changes=BATCHED
+        "all_to_all",
+        (*_SENT, "unpack_tokens", *_LAID_OUT, "all_to_all", "reduce_sorted_rows"),
+        fewer=True,
+        changes=BATCHED,
     ),
     "all_to_all_on_input": Dispatcher("all_to_all", (*_SENT, "unpack_tokens", *_HOME), changes=ON_INPUT),
     "all_to_all_fp8": Dispatcher(

@@ -296,7 +296,7 @@ RUNS: dict[str, tuple[Callable[[str, Rows, tuple[str, ...]], None], Cases]] = {
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name[:4] == "slow" else []) for name in RUNS]
+    "name", [pytest.param(name, marks=[pytest.mark.aot] if name[:4] == "slow" else []) for name in RUNS]
 )
 def test_kernels_compile(name: str) -> None:
     check, cases = RUNS[name]
@@ -313,7 +313,7 @@ def test_kernels_compile(name: str) -> None:
         check(target, rows, cases[target])
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @pytest.mark.timeout(1260)
 def test_every_shipped_rule_for_hopper_compiles() -> None:
     """With wgmma and tensor copies, without spilling."""

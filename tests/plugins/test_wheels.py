@@ -66,23 +66,25 @@ def test_a_wheel_without_its_library(tmp_path: Path, name: str) -> None:
         run_its_tests(site, name)
 
 
-def test_a_way_between_ranks_without_its_library(tmp_path: Path) -> None:
+def test_a_dispatcher_without_its_library(tmp_path: Path) -> None:
     site = installed(tmp_path, "deepep")
     group = "explain --experts 16 --hidden 2048 --intermediate 256 --top-k 4 --tokens 64 --ep 2 --platform cuda:sm90"
-    lines = [group, f"{group} --way deepep --json", "info --json", "info"]
+    lines = [group, f"{group} --dispatcher deepep --json", "info --json", "info"]
     shown, asked, info, printed = ask(site, [line.split() for line in lines])
-    ways = shown.out.partition("experts of a rank behind")[0]
-    assert "rejected  deepep (standard of moereg-deepep 0.1.0, cuda:sm90+, predicted priority 80)" in ways
-    assert "is opt-in: name it in require or prefer [opt_in]" in ways
+    dispatchers = shown.out.partition("experts of a rank behind")[0]
+    assert "rejected  deepep (standard of moereg-deepep 0.1.0, cuda:sm90+, predicted priority 80)" in dispatchers
+    assert "is opt-in: name it in require or prefer [opt_in]" in dispatchers
     dispatcher = asked.json["dispatcher"]
     assert (dispatcher["selected"], dispatcher["decisions"][0]["origin"]) == ("deepep", "moereg-deepep")
     statuses = {(plugin["group"], plugin["name"]): plugin["status"] for plugin in info.json["plugins"]}
     assert statuses == {("moereg.prepare_finalize", "deepep"): "loaded"}
-    (found,) = (way for way in info.json["ways"] if way["name"] == "deepep")
+    (found,) = (one for one in info.json["dispatchers"] if one["name"] == "deepep")
     assert not found["available"]
     assert (found["origin"], found["origin_version"]) == ("moereg-deepep", "0.1.0")
     assert all(cell["opt_in"] for cell in found["cells"])
-    assert "deepep (opt-in, no), low_latency plugin moereg-deepep 0.1.0: way deepep" in " ".join(printed.out.split())
+    assert "deepep (opt-in, no), low_latency plugin moereg-deepep 0.1.0: dispatcher deepep" in " ".join(
+        printed.out.split()
+    )
     run_its_tests(site, "deepep")
 
 
