@@ -10,19 +10,18 @@ from typing import Any, Final
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 from tests.oracle_parity.cells import PACKAGES
-from tests.oracle_parity.oracles import Layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One question, asked of an oracle and of moereg.
+    """One question, with the answers of vLLM and of moereg.
 
     Attributes:
         platform: Name of the machine.
         ours: What moereg accepts, best first, as far as the row is about it; the first one wins, and none is an error.
             `name~` is an emulation.
         by: Class of the winner, where its name has several that fit.
-        supports: Backends whose predicate would say yes to vLLM.
+        vllm: The answer of vLLM 0.33's `fused_moe/oracle/` for the scheme, best first, in moereg's names.
         problem: The layer, as far as it is not the usual one.
         engine: What the engine is told: `backend`, variables of its environment, ranks.
         request: What moereg is told for it: `require`, `prefer`, `deny` or variables of its environment.
@@ -39,7 +38,7 @@ class Row:
     platform: str
     ours: str
     by: str = ""
-    supports: str = ""
+    vllm: str = ""
     problem: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     request: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -71,24 +70,6 @@ class Row:
         installed = {name: version for name, version in versions.items() if version is not None}
         return dataclasses.replace(named, versions=installed, probed=True)
 
-    def layer(self) -> Layer:
-        """The same, as vLLM sees it."""
-        problem, engine = self.moe_problem(), dict(self.engine)
-        kind, _, arch = self.platform.partition(":")
-        return Layer(
-            kind=kind,
-            arch=arch,
-            scheme=problem.quant.name,
-            supports=tuple(self.supports.split()),
-            is_batched=problem.activation_format == "batched",
-            is_swigluoai=problem.activation.name == "swigluoai",
-            has_clamp=problem.activation.limit is not None,
-            num_data_parallel=engine.pop("num_data_parallel", 1),
-            num_expert_parallel=problem.num_experts // problem.num_local_experts,
-            backend=engine.pop("backend", "auto"),
-            variables=engine,
-        )
-
     def explained(self) -> frozenset[str]:
         """Backends whose place a difference explains."""
         return frozenset(" ".join(self.why.values()).split())
@@ -107,12 +88,12 @@ def _lines(name: str) -> Iterator[list[str]]:
 
 
 def _read_rows() -> Iterator[Row]:
-    """The rows of the table: scheme, platform, `ours` and `supports`, then `field: text` for what else a row has.
+    """The rows of the table: scheme, platform, `ours` and `vllm`, then `field: text` for what else a row has.
 
     A text is `name=value; name=value` where the field is a mapping. In `reasons`, several backends may share one.
     """
     for columns in _lines("rows.tsv"):
-        quant, platform, ours, supports, *others = *columns, *[""] * (4 - len(columns))
+        quant, platform, ours, vllm, *others = *columns, *[""] * (4 - len(columns))
         fields: dict[str, Any] = {}
         for cell in others:
             field, _, text = cell.partition(":")
@@ -121,7 +102,7 @@ def _read_rows() -> Iterator[Row]:
         fields["problem"] = {"quant": quant, **fields.get("problem", {})}
         shared = fields.get("reasons", {}).items()
         fields["reasons"] = {backend: pattern for backends, pattern in shared for backend in backends.split()}
-        yield Row(platform=platform, ours=ours, supports=supports, **fields)
+        yield Row(platform=platform, ours=ours, vllm=vllm, **fields)
 
 
 def _pairs(text: str) -> dict[str, Any]:
