@@ -237,6 +237,17 @@ def test_any_weight_that_is_not_finite_is_refused(kernel: MoEKernel, num_tokens:
     kernel(hidden_states, topk_weights, topk_ids)
 
 
+def test_an_engine_s_call_on_memory_that_nothing_wrote_may_train() -> None:
+    layer = MoELayer(problem_of(gradients=GRADIENTS[:1]), make_weights(problem_of(), CPU))
+    kernel = layer.training_kernel()
+    x, weights, ids = INPUTS.hidden_states.clone().requires_grad_(), INPUTS.topk_weights.clone(), INPUTS.topk_ids
+    weights[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="must be finite"):
+        kernel(x, weights, ids)
+    kernel.checks_values = False
+    assert kernel(x, weights, ids).grad_fn is not None
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("num_tokens", [3, 100])
 @pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"gradients": GRADIENTS[:3]}], ids=str)
