@@ -695,9 +695,6 @@ def test_table(fakes: BackendRegistry) -> None:
 def test_json_shape(fakes: BackendRegistry) -> None:
     fill(fakes)
     values = explain_backends(problem_of(), H100, deny="far").to_dict()
-    fields = "schema problem platform platform_source request selected source decisions notices"
-    fields += " platform_claimed_by plan measured platform_device"
-    assert list(values) == fields.split()
     assert values["notices"] == []
     assert values["schema"] == 1
     assert values["selected"] is None
