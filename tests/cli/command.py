@@ -31,6 +31,14 @@ def run_python(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, *arguments], check=False, **keywords)
 
 
+def printed(*arguments: str, timeout: float = 240, **environment: str) -> str:
+    """What Python prints in a process of its own, which finds moereg and tests here and has to succeed."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = run_python(*arguments, timeout=timeout, env={**os.environ, "PYTHONPATH": paths, **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_module(line: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "moereg", *line.split(), cwd=cwd or ROOT, env={**os.environ, **environment})
 
