@@ -88,12 +88,6 @@ class FloodExperts(GoodExperts):
             os.write(1, b"x" * (1 << 20))
 
 
-@bad("uninitialized")
-class UninitializedExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
-        out.add_(torch.empty(1) * 0)
-
-
 @bad("writes_behind")
 class BehindExperts(GoodExperts):
     def spoil(self, out: torch.Tensor) -> None:

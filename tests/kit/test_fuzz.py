@@ -8,10 +8,10 @@ import time
 import pytest
 
 from moereg.errors import UnknownNameError
-from tests.fuzz import small_checkpoints
+from tests.fuzz import checkpoints
 from tests.fuzz.area import CORPUS, Area, draw_case, load_case, run_case, store_case
-from tests.fuzz.checkpoints import AREAS
 
+AREAS = checkpoints.AREAS
 STORED = sorted(CORPUS.glob("*/*.json"))
 NUM_CASES = int(os.environ.get("MOEREG_FUZZ_CASES", "0"))
 """Of each area. They are stored while they run, so that one that ends the process can be replayed too."""
@@ -89,6 +89,6 @@ def test_the_areas_of_checkpoints_see_broken_promises(error, failure, monkeypatc
     def broken(*arguments, **keywords):
         raise error
 
-    monkeypatch.setattr(small_checkpoints, "load_experts", broken)
+    monkeypatch.setattr(checkpoints, "load_experts", broken)
     for name in ("checkpoints", "quantization_config"):
         assert run_case(AREAS[name], {"base": "qwen3_moe"}).startswith(failure)

@@ -18,7 +18,7 @@ from moereg.layer.warm_up.dummy import MOVING_KERNELS, described, empty_weights
 from moereg.spec.problem import MoEProblem
 from tests.cli.command import printed
 
-SCRIPT = Path(__file__).parent / "launch_offline.py"
+SCRIPT = str(Path(__file__).parent / "offline.py")
 
 SIZES = ("--experts", "8", "--hidden", "256", "--intermediate", "128", "--top-k", "2")
 
@@ -35,7 +35,8 @@ def _compile(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 def _launched(problem: MoEProblem, cache: Path, counts: str) -> dict[str, int]:
     values = json.dumps(problem.to_dict())
-    return dict(json.loads(printed(str(SCRIPT), values, "cuda:sm90", counts, timeout=800, TRITON_CACHE_DIR=str(cache))))
+    command = (SCRIPT, "launch", values, "cuda:sm90", counts)
+    return dict(json.loads(printed(*command, timeout=800, TRITON_CACHE_DIR=str(cache))))
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
         tokens_a_row = facts["num_experts"] // facts["top_k"]
         counts = [tokens_a_row * border + more for border in BORDERS for more in (-1, 0, 1, 2)]
         asked.append((MoEProblem(**facts).to_dict(), counts))
-    lines = printed(str(SCRIPT.with_name("sweep_offline.py")), json.dumps(asked), "cuda:sm90", timeout=300).splitlines()
+    lines = printed(SCRIPT, "sweep", json.dumps(asked), "cuda:sm90", timeout=300).splitlines()
     answers = [json.loads(line) for line in lines]
     for (facts, first), (_, counts), answer in zip(layers, asked, answers, strict=True):
         assert first is None or answer["counts"] == first, facts
