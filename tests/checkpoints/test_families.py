@@ -29,9 +29,9 @@ from tests.checkpoints.tiny_families import (
     SIZES,
     Family,
     find_layers,
-    has_entry,
     routed_model_types,
 )
+from tests.support.tiny_models import has_entry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 import moereg
 import tests.peers.contract as contract
 from tests.peers.contract import ForeignCall, all_calls, parameters_of, unbound
+from tests.support.toml import tomllib
 
 FOREIGN: Final = (
     *("aiter", "cuda", "cutlass", "deep_ep", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm"),
@@ -176,11 +177,6 @@ def _modules(value: ast.expr, roots: frozenset[str]) -> list[str]:
     texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return [text for text in texts if re.fullmatch(r"[\w.]+", text) and text.partition(".")[0] in roots]
 
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # import-linter brings it
 
 PACKAGE = Path(moereg.__file__).parent
 ROOT = PACKAGE.parent

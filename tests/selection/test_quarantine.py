@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import filelock
 import pytest
@@ -325,8 +326,14 @@ def test_a_write_that_fails_leaves_the_file_and_says_what_to_do(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(RecordFileError, match=rf"{os.strerror(number)}; {cure} in MOEREG_QUARANTINE$"):
         QUARANTINE.change([record(cells[1])])
-    assert file.read_bytes() == before
-    assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
+    for function in ("fsync", "replace"):
+        monkeypatch.setattr(os, function, mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            QUARANTINE.change([record(cells[1])])
+        monkeypatch.undo()
+        assert file.read_bytes() == before
+        assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
+        monkeypatch.setenv("MOEREG_QUARANTINE", str(file))
 
 
 def test_a_lock_that_another_process_holds_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
