@@ -17,7 +17,6 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 	$$p -c '$(USABLE)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # More arguments for pytest: make test PYTEST_ARGS='-k dispatch -x'
 PYTEST_ARGS ?=
-FUZZ_ARGS ?=
 RANGES_ARGS ?=
 # Tests that need neither a GPU nor a library of another extra, but for those that compile for a quarter of an hour.
 EVERYWHERE := not gpu and not peers and not finetune and not aot
@@ -98,9 +97,9 @@ test-ranges:
 	@test -n '$(PYTHON)' || { echo 'moereg needs Python 3.10 or newer with the venv module' >&2; exit 1; }
 	$(PYTHON) -m tests.ranges $(RANGES_ARGS)
 
-# Other cases: make fuzz FUZZ_ARGS='--seed 7'. A case that fails is stored in tests/fuzz/corpus/, which `make test` replays.
+# Other cases: MOEREG_FUZZ_SEED=7 make fuzz. A case that fails is stored in tests/fuzz/corpus/, which `make test` replays.
 fuzz: $(VENV)/.test-stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases 10000 --seconds 600 $(FUZZ_ARGS)
+	OMP_NUM_THREADS=1 MOEREG_FUZZ_CASES=5000 $(BIN)/python -m pytest tests/kit/test_fuzz.py -k seeded $(PYTEST_ARGS)
 
 # Another draw, or one package: make mutants MUTANTS_ARGS='--seed 7 --only moereg/layer'. On a machine with a Hopper GPU:
 # MUTANTS_ARGS=--gpu

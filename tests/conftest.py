@@ -31,7 +31,7 @@ os.environ["MOEREG_QUARANTINE"] = ""
 os.environ["MOEREG_TUNING"] = ""
 os.environ["MOEREG_ADMISSION"] = "off"
 
-from moereg.registry import REGISTRY, BackendCell, BackendRegistry
+from moereg.registry import REGISTRY, BackendRegistry
 
 
 @pytest.fixture(autouse=True)
@@ -114,8 +114,6 @@ def _registry_keeps_its_backends() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--ledger FILE`: records in FILE which cells passed all of their conformance tests on this machine."""
-    parser.addoption("--ledger", help="ledger file that conformance results are merged into")
     parser.addoption("--vnni", action="store_true", help="run as on a CPU with int8 instructions")
 
 
@@ -126,18 +124,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         found = dataclasses.replace(cpu.features(), int8=True)
         cpu.features = lambda: found
-
-
-_PASSED: dict[str, int] = {}
-_FAILED: set[str] = set()
-# Names of failed tests that do not say their cell: a process that crashed says no more than the test that it was in.
-_CRASHED: list[str] = []
-
-
-def _key(cell: BackendCell) -> str:
-    return repr(
-        (cell.name, cell.class_name, [scheme.name for scheme in cell.schemes], [rule.text for rule in cell.rules])
-    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -158,53 +144,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Says in a report which cell the test was generated from."""
-    outcome = yield
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    cell = getattr(parameters.get("case"), "cell", parameters.get("cell"))
-    if cell is not None:
-        outcome.get_result().user_properties.append(("cell", _key(cell)))  # type: ignore[attr-defined]
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Counts passes and failures by cell, of all processes where tests run in several."""
-    if report.failed and "cell" not in dict(report.user_properties):
-        _CRASHED.append(report.nodeid)
-    for name, key in report.user_properties:
-        if name == "cell" and report.failed:
-            _FAILED.add(str(key))
-        elif name == "cell" and report.when == "call" and report.passed:
-            _PASSED[str(key)] = _PASSED.get(str(key), 0) + 1
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what the run took of the processor, all its processes together: unlike time, no neighbor changes it much."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     terminalreporter.write_line(f"{seconds:.0f} CPU-seconds")
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Writes the ledger for cells that ran natively here and failed nothing."""
-    path = session.config.getoption("--ledger")
-    if path is None or hasattr(session.config, "workerinput"):
-        return
-    import pathlib
-
-    from moereg.evidence.ledger import Verification, merge_ledger
-    from moereg.platforms import current_platform
-    from moereg.selection.loader import load_backends
-
-    platform = current_platform()
-    records = [
-        Verification.of(cell, platform, _PASSED[key])
-        for cell in load_backends().cells
-        if (key := _key(cell)) in _PASSED
-        and key not in _FAILED
-        and not any(cell.class_name in name for name in _CRASHED)
-        # An interpreter shows that a kernel is right, not that hardware runs it.
-        and cell.rule_for(platform) is not None
-    ]
-    merge_ledger(pathlib.Path(path), records)

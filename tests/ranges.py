@@ -7,7 +7,6 @@ on every Python that is here. What could not be installed is named as not run.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import os
 import re
@@ -17,7 +16,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "ranges.md"
@@ -25,23 +24,11 @@ PAGE: Final = ROOT / "docs" / "ranges.md"
 NEWER: Final = ("3.14",)
 MARKS: Final = "not slow and not gpu and not peers and not finetune and not aot"
 SHOWN: Final = ("torch", "triton", "numpy", "transformers", "compressed-tensors")
-_HEADER: Final = (
-    "Python",
-    "torch",
-    "Triton",
-    "numpy",
-    "transformers",
-    "compressed-tensors",
-    "passed",
-    "skipped",
-    "failed",
-)
 _TRIED: Final = 900
 """Seconds for an installation."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One environment.
 
     Attributes:
@@ -59,23 +46,15 @@ class Row:
         return f"{self.python}-{self.end}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What became of it: why it did not run, or versions and counts."""
+class Found(NamedTuple):
+    """What became of an environment: columns of the table, and names of tests that failed."""
 
-    row: Row
-    not_run: str = ""
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    passed: int = 0
-    skipped: int = 0
+    columns: tuple[str, ...]
     failed: tuple[str, ...] = ()
 
-    def cells(self) -> list[str]:
-        """A row of the table."""
-        if self.not_run:
-            return [f"{self.row.python}, {self.row.end}", f"not run: {self.not_run}", *[""] * (len(_HEADER) - 2)]
-        python, *others = (self.versions.get(name, "") for name in ("python", *SHOWN))
-        return [python, *others, str(self.passed), str(self.skipped), str(len(self.failed))]
+
+class _NotRunError(Exception):
+    """Why nothing ran."""
 
 
 def rows_of(text: str) -> list[Row]:
@@ -88,83 +67,74 @@ def rows_of(text: str) -> list[Row]:
     return [Row(pythons[0], "lowest", lowest), *(Row(python, "newest", newest) for python in pythons)]
 
 
-def find_python(version: str) -> tuple[str, str]:
-    """An interpreter of a version, or, as the second, why there is none."""
+def find_python(version: str) -> str:
+    """An interpreter of a version."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     known = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"))[::-1])]
-    for python in known:
-        if python and _output([python, "-c", "import ensurepip, venv"])[0] == 0:
-            return python, ""
-    return "", f"no Python {version} is here"
+    for python in filter(None, known):
+        try:
+            _output("", python, "-c", "import ensurepip, venv")
+            return python
+        except _NotRunError:
+            continue
+    raise _NotRunError(f"no Python {version} is here")
 
 
-def _last_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "rror" in line or line.startswith("curl")]
-    return (errors or lines or ["no output"])[0].replace("|", "/")[:120]
+def _output(what: str, *command: str) -> str:
+    """What a command prints.
 
-
-def _output(command: Sequence[str]) -> tuple[int, str]:
+    Raises:
+        _NotRunError: With the first line that tells of an error.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIED, check=False)
+        text, failed = done.stdout + done.stderr, done.returncode != 0
     except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return done.returncode, done.stdout + done.stderr
+        text, failed = str(error), True
+    if failed:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if "rror" in line or line.startswith("curl")]
+        raise _NotRunError(f"{what}: " + (errors or lines or ["no output"])[0].replace("|", "/")[:120])
+    return text
 
 
 def run(row: Row, folder: Path, tests: Sequence[str]) -> Found:
     """Makes an environment, or brings it up to date, and runs tests in it."""
-    python, why = find_python(row.python)
-    if why:
-        return Found(row, why)
-    place = folder / row.name
+    python, place = find_python(row.python), folder / row.name
     inside = str(place / "bin" / "python")
     if not os.path.exists(inside):
-        code, text = _output([python, "-m", "venv", str(place)])
-        if code:
-            return Found(row, f"venv: {_last_error(text)}")
-    code, text = _output([inside, "-m", "pip", "install", "-q", *row.requirements, "-e", f"{ROOT}[test]"])
-    if code:
-        return Found(row, f"pip: {_last_error(text)}")
+        _output("venv", python, "-m", "venv", str(place))
+    _output("pip", inside, "-m", "pip", "install", "-q", *row.requirements, "-e", f"{ROOT}[test]")
     report = folder / f"{row.name}.xml"
     report.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", MARKS, f"--junitxml={report}", *tests]
     subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False)
     if not report.exists():
-        return Found(row, "pytest ended without a report")
-    return read_report(row, report.read_text(encoding="utf-8"), _versions(inside))
-
-
-def _versions(python: str) -> dict[str, str]:
+        raise _NotRunError("pytest ended without a report")
     code = (
-        "import importlib.metadata as m, platform; print('python', platform.python_version());\n"
-        f"for name in {SHOWN}: print(name, m.version(name))"
+        "import importlib.metadata as m, platform; known = {each.name: each.version for each in m.distributions()}; "
+        f"print(platform.python_version(), *(known.get(name, '-') for name in {SHOWN}))"
     )
-    return dict(line.split() for line in _output([python, "-c", code])[1].splitlines() if len(line.split()) == 2)
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed, skipped = (
+        [case for case in cases if {child.tag for child in case} & kinds]
+        for kinds in ({"failure", "error"}, {"skipped"})
+    )
+    counts = (len(cases) - len(failed) - len(skipped), len(skipped), len(failed))
+    names = (f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}" for case in failed)
+    return Found((*_output("versions", inside, "-c", code).split(), *map(str, counts)), tuple(names))
 
 
-def read_report(row: Row, text: str, versions: dict[str, str]) -> Found:
-    """Counts of a JUnit report."""
-    passed, skipped, failed = 0, 0, []
-    for case in ElementTree.fromstring(text).iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            failed.append(f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}")
-        elif "skipped" in kinds:
-            skipped += 1
-        else:
-            passed += 1
-    return Found(row, "", versions, passed, skipped, tuple(failed))
-
-
-def table(found: Sequence[Found], tests: Sequence[str]) -> str:
+def table(found: dict[Row, Found], tests: Sequence[str]) -> str:
     """What ran, as Markdown."""
-    lines = ["| " + " | ".join(_HEADER) + " |", "|---" * 6 + "|---:" * 3 + "|"]
-    lines += ["| " + " | ".join(one.cells()) + " |" for one in found]
+    header = ("Python", "torch", "Triton", *SHOWN[2:], "passed", "skipped", "failed")
+    lines = ["| " + " | ".join(header) + " |", "|---" * 6 + "|---:" * 3 + "|"]
+    for one in found.values():
+        lines.append("| " + " | ".join((*one.columns, *[""] * (len(header) - len(one.columns)))) + " |")
     what = " ".join(f"`{test}`" for test in tests) or "all tests of `make test`"
     lines += ["", f"{datetime.date.today()}, {what}."]
-    lines += [f"- failed with Python {one.row.name}: `{name}`" for one in found for name in one.failed]
+    lines += [f"- failed with Python {row.name}: `{name}`" for row, one in found.items() for name in one.failed]
     return "\n".join(lines)
 
 
@@ -189,21 +159,22 @@ def main() -> int:
     if unknown := set(asked) - {row.name for row in rows}:
         parser.error(f"unknown row {sorted(unknown)[0]} (known: {', '.join(row.name for row in rows)})")
     options.folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    found: dict[Row, Found] = {}
     for row in rows:
-        if asked and row.name not in asked:
-            found.append(Found(row, "not asked for"))
-            continue
-        print(f"== Python {row.name}: {', '.join(row.requirements)}", file=sys.stderr, flush=True)
-        found.append(run(row, options.folder, options.tests))
+        try:
+            if asked and row.name not in asked:
+                raise _NotRunError("not asked for")
+            print(f"== Python {row.name}: {', '.join(row.requirements)}", file=sys.stderr, flush=True)
+            found[row] = run(row, options.folder, options.tests)
+        except _NotRunError as why:
+            found[row] = Found((f"{row.python}, {row.end}", f"not run: {why}"))
         if not options.keep:
             shutil.rmtree(options.folder / row.name, ignore_errors=True)
     text = table(found, options.tests)
     print(text)
     if options.write:
         write_page(text)
-    ran = [one for one in found if not one.not_run]
-    return int(not ran or any(one.failed for one in ran))
+    return int(all(len(one.columns) == 2 for one in found.values()) or any(one.failed for one in found.values()))
 
 
 if __name__ == "__main__":

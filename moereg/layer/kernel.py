@@ -333,6 +333,8 @@ class MoEKernel:
         """
         out = torch.empty_like(tokens.hidden_states)
         if len(out) and saved.numel():
+            if self.checks_values:
+                check_values(self.problem, self._device, tokens.topk_weights, tokens.topk_ids, self.expert_map)
             self._training.forward(tokens, self._reads(tensors), saved, out)
         elif len(out):
             self.check_and_run(*tokens, out, True, self._reads(tensors))

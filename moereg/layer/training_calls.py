@@ -11,7 +11,7 @@ import torch
 
 from moereg.experts import Gradients, SavedShapes
 from moereg.layer import backend_calls
-from moereg.layer.checks import check_values, ids_in_32_bits
+from moereg.layer.checks import ids_in_32_bits
 from moereg.layer.held_weights import InTurn
 from moereg.layer.ranges import RangedExperts, Reads
 from moereg.layer.train_op import cut_saved
@@ -36,9 +36,7 @@ class TrainingCalls:
 
     def forward(self, tokens: Tokens, reads: Reads, saved: torch.Tensor, out: torch.Tensor) -> None:
         """Runs a call of at least one token; overwrites `out` [T,H], and `saved`, uint8, for its backward pass."""
-        _, topk_weights, topk_ids = tokens
-        check_values(self._problem, topk_ids.device, topk_weights, topk_ids, reads.expert_map)
-        self._ranged.count(len(topk_ids))
+        self._ranged.count(len(tokens.topk_ids))
         self._run("apply_saving", tokens, reads, saved, out=out)
 
     def backward(

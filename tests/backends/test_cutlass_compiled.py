@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import moereg
+from tests.cli.command import printed, run_python
 from tests.support import quack_copy
 
 pytestmark = pytest.mark.peers
@@ -21,15 +21,10 @@ SCRIPT = Path(__file__).parents[1] / "kernels" / "quack_compile.py"
 
 
 @pytest.mark.parametrize(("arch", "instruction"), [("sm_90a", "wgmma"), ("sm_100a", "tcgen05")])
-def test_kernels_compile_and_nothing_spills(arch: str, instruction: str) -> None:
+def test_kernels_compile_and_nothing_spills(arch: str, instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("quack", reason="quack-kernels is not installed; make test-peers installs it")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), arch], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = json.loads(printed(str(SCRIPT), arch, timeout=600).splitlines()[-1])
     # Once, and of both products: what tells kernels apart are attributes of QuACK's objects, which no signature shows.
     (announced,) = found["announced"]
     assert "compiling 2 kernels of cutlass" in announced
@@ -54,23 +49,16 @@ print(epilogues.__file__, *(epilogues.gate_up_epilogue(function, False, False).s
 """
 
 
-def test_an_installed_moereg_has_a_kernel_for_each_activation(tmp_path: Path) -> None:
+def test_an_installed_moereg_has_a_kernel_for_each_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """QuACK looks into functions of a checkout, but takes those of site-packages by their names."""
     pytest.importorskip("quack", reason="quack-kernels is not installed")
     installed = tmp_path / "site-packages"
     package = Path(moereg.__file__).parent
     shutil.copytree(package, installed / "moereg", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(installed), *sys.path])),
-        "CUTE_DSL_ARCH": "sm_90a",
-        "QUACK_ARCH": "sm_90",
-        "QUACK_CACHE_ENABLED": "0",
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, "-c", _DIGESTS], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600
-    )
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    environment = {"CUTE_DSL_ARCH": "sm_90a", "QUACK_ARCH": "sm_90", "QUACK_CACHE_ENABLED": "0"}
+    paths = os.pathsep.join(filter(None, [str(installed), *sys.path]))
+    run = run_python("-c", _DIGESTS, env={**os.environ, **environment, "PYTHONPATH": paths}, cwd=tmp_path, timeout=600)
     assert run.returncode == 0, run.stderr
     where, *digests = run.stdout.split()
     assert Path(where).is_relative_to(installed)

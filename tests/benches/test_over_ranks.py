@@ -7,16 +7,14 @@ import json
 import pytest
 
 from benches.over_ranks import HEAD, NO_ROW, cells
-from tests.cli.command import run_python
+from tests.cli.command import printed
 
 
 @pytest.mark.slow
 def test_every_dispatcher_over_two_ranks_computes_what_one_rank_does() -> None:
     line = "--ranks 2 --sizes 8,2,128,64 --dtype float32 --platform cpu --json --whole"
     line += " --tokens 3,9 --routing uniform,zipf --rounds 3 --replicas 2 --batches 1,2"
-    done = run_python("-m", "benches.over_ranks", *line.split())
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(text) for text in done.stdout.splitlines()]
+    rows = [json.loads(text) for text in printed("-m", "benches.over_ranks", *line.split()).splitlines()]
     dispatchers = {row["dispatcher"] for row in rows}
     assert dispatchers == {"all_to_all", "all_gather", "low_latency"}
     kinds = {(row["dispatcher"], row["tokens"], row["routing"], row["batches"]) for row in rows}

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.support.tiny_models import has_entry
+
 MODELS = Path(transformers.__file__).parent / "models"
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -82,13 +84,6 @@ class Family:
         layer = find_layers(model)[self.layer]
         names = ("mlp", "feed_forward", "block_sparse_moe", "mixer", "ffn")
         return next(block for name in names if hasattr(block := getattr(layer, name, None), "experts"))
-
-
-def has_entry(config: Any, name: str) -> bool:
-    try:
-        return hasattr(config, name)
-    except Exception:  # An attribute that differs by layer cannot be asked for without one.
-        return True
 
 
 def find_layers(model: Any) -> Any:

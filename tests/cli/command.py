@@ -13,10 +13,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
-SELECTION_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
-SELECTION_KEYS += ["notices", "platform_claimed_by", "plan", "measured", "platform_device"]
-RUN_KEYS = ["schema", "backend", "platform", "problem", "tokens", "relative_error", "tolerance", "passed"]
-RUN_KEYS += ["causes", "failure", "damage", "time_us", "permute_ms", "selection"]
 Call = Callable[[str], tuple[int, str, str]]
 CallJson = Callable[[str], tuple[int, dict[str, Any]]]
 
@@ -35,6 +31,14 @@ def run_python(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, *arguments], check=False, **keywords)
 
 
+def printed(*arguments: str, timeout: float = 240, **environment: str) -> str:
+    """What Python prints in a process of its own, which finds moereg and tests here and has to succeed."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = run_python(*arguments, timeout=timeout, env={**os.environ, "PYTHONPATH": paths, **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_module(line: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "moereg", *line.split(), cwd=cwd or ROOT, env={**os.environ, **environment})
 
@@ -44,9 +48,7 @@ def run_code(code: str, *arguments: str, **keywords: Any) -> subprocess.Complete
 
 
 def check_run(found: dict[str, Any]) -> None:
-    assert list(found) == RUN_KEYS
     assert found["schema"] == 1
-    assert list(found["selection"]) == SELECTION_KEYS
     assert found["backend"] == found["selection"]["selected"]
     assert found["problem"] == found["selection"]["problem"]
     assert found["platform"] == found["selection"]["platform"]

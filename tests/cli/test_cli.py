@@ -12,7 +12,7 @@ import pytest
 import moereg
 from moereg.cli import _progress
 from moereg.cli._output import console
-from tests.cli.command import SIZES, Call, run_code, run_module, strict_json
+from tests.cli.command import SIZES, Call
 
 BAD_LINES = [
     ("ifno", "did you mean 'info'"),
@@ -96,13 +96,6 @@ def test_bad_input_is_one_line_and_exit_2(call: Call, checkpoint: Path, line: st
     assert "Traceback" not in err
 
 
-def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEREG_REQUIRE", "torhc")
-    code, out, err = call(f"explain {SIZES}")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "'torhc'" in err
-
-
 def test_an_environment_that_names_an_absent_wheel_is_noted(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEREG_DENY", "torhc")
     code, out, err = call(f"explain {SIZES}")
@@ -183,29 +176,3 @@ def test_version_and_help(call: Call) -> None:
     for option in ("--tokens", "--routing", "--rounds", "--require", "--json"):
         assert f"  {option} " in bench
     assert "Later" not in bench
-
-
-def test_the_module_is_the_command() -> None:
-    done = run_module(f"explain {SIZES} --platform cuda:sm90 --json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert strict_json(done.stdout)["selected"] == "triton"
-
-
-def test_showing_imports_no_kernel_library_and_initializes_no_device() -> None:
-    script = """
-        import sys
-        import torch
-
-        def refuse(*args, **kwargs):
-            raise AssertionError("initialized CUDA")
-
-        torch.cuda._lazy_init = refuse
-        for name in ("triton", "flashinfer", "cutlass"):
-            sys.modules.setdefault(name, None)
-        from moereg.cli import main
-        assert main(["info", "--json"]) == 0
-        assert main(["explain", "--model", "qwen3-30b-a3b", "--json"]) == 0
-        assert main(["explain", "--model", "qwen3-30b-a3b", "--platform", "cuda:sm90"]) == 0
-    """
-    done = run_code(script)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr

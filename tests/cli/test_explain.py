@@ -1,4 +1,4 @@
-"""`moereg explain`: choices for other machines, its keys, its requests."""
+"""`moereg explain`: choices for other machines, its requests, its evidence."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ from moereg.registry import register_moe_backend
 from moereg.selection.loader import list_cells
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.spec.reasons import REASON_CODES
-from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
+from tests.cli.command import SIZES, Call, CallJson
 from tests.evidence.packs import rows_of, write_here
 from tests.support.fakes import FakeExperts
-
-EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
-DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "evidence", "origin"]
-DECISION_KEYS += ["origin_version", "assumes", "reasons"]
 
 
 @pytest.mark.parametrize("platform", ["cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu"])
@@ -33,27 +28,18 @@ def test_what_another_machine_would_choose(call_json: CallJson, platform: str) -
     assert (found["platform"], found["platform_source"]) == (platform, "named")
     expected = {"cpu": "torch", "cuda:sm100": "flashinfer_trtllm"}.get(platform, "triton")
     assert found["selected"] == found["decisions"][0]["backend"] == expected
-    assert list(found) == EXPLAIN_KEYS
     keywords = get_shape("qwen3-30b-a3b").problem_keywords()
     assert found["problem"] == MoEProblem(**keywords).to_dict()
     assert all(isinstance(value, (str, int, type(None))) for value in found["problem"].values())
 
 
-def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
+def test_explain_json_has_what_fits_first_with_its_evidence(call_json: CallJson) -> None:
     code, found = call_json(f"explain {SIZES}")
     assert code == 0
-    assert list(found) == EXPLAIN_KEYS
     assert (found["schema"], found["source"], found["platform_source"]) == (1, "priority", "probed")
-    assert list(found["request"]) == ["require", "prefer", "deny"]
-    assert all(
-        list(decision) == [*DECISION_KEYS, "verified_on_platform", "verified_on"] for decision in found["decisions"]
-    )
     assert all((decision["verified_on_platform"] is None) != decision["accepted"] for decision in found["decisions"])
     accepted = [decision["accepted"] for decision in found["decisions"]]
     assert accepted == sorted(accepted, reverse=True)
-    reasons = [reason for decision in found["decisions"] for reason in decision["reasons"]]
-    assert reasons
-    assert all(list(reason) == ["code", "text"] and reason["code"] in REASON_CODES for reason in reasons)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +54,6 @@ def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
 def test_nothing_fits_is_exit_3_with_every_reason(call: Call, call_json: CallJson, line: str, code: str) -> None:
     exit_code, found = call_json(f"explain {SIZES} {line}")
     assert exit_code == 3
-    assert list(found) == EXPLAIN_KEYS
     assert (found["selected"], found["source"]) == (None, None)
     assert all(decision["reasons"] for decision in found["decisions"])
     assert code in {reason["code"] for decision in found["decisions"] for reason in decision["reasons"]}
@@ -307,7 +292,6 @@ def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -
     line = "explain --ep 8 --model deepseek-v3 --quant fp8_block128 --tokens 64 --platform cuda:sm90"
     code, found = call_json(line)
     assert code == 0
-    assert list(found)[: len(SELECTION_KEYS)] == SELECTION_KEYS
     assert found["ranks"] == 8
     assert found["dispatcher"]["selected"] in {
         one["dispatcher"] for one in found["dispatcher"]["decisions"] if one["accepted"]

@@ -1,4 +1,4 @@
-"""`moereg info`: its keys, its evidence and its reasons for backends that cannot run."""
+"""`moereg info`: its evidence and its reasons for backends that cannot run."""
 
 from __future__ import annotations
 
@@ -16,44 +16,22 @@ from moereg.selection.loader import list_cells
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
-INFO_KEYS = [
-    "schema",
-    "version",
-    "platform",
-    "platform_error",
-    "backends",
-    "plugins",
-    "platform_claimed_by",
-    "dispatchers",
-]
-INFO_KEYS += ["packs"]
-DISPATCHER_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
-BACKEND_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
-CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
-CELL_KEYS += ["admitted"]
-PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
 
-
-def test_info_json_has_exactly_the_keys(call_json: CallJson) -> None:
+def test_info_json_has_every_backend_and_why_it_cannot_run(call_json: CallJson) -> None:
     code, found = call_json("info")
     assert code == 0
-    assert list(found) == INFO_KEYS
     assert (found["schema"], found["version"]) == (1, moereg.__version__)
-    assert all(list(plugin) == PLUGIN_KEYS for plugin in found["plugins"])
     names = [backend["name"] for backend in found["backends"]]
     assert names == sorted(set(names))
     assert "torch" in names
     for backend in found["backends"]:
-        assert list(backend) == BACKEND_KEYS
         assert backend["cells"]
-        assert all(list(cell) == CELL_KEYS for cell in backend["cells"])
         assert backend["available"] is not bool(backend["reasons"])
         assert all(reason["code"] in ("platform", "package", "probe") for reason in backend["reasons"])
 
 
 def test_info_lists_the_ways_of_moving_tokens(call: Call, call_json: CallJson) -> None:
     dispatchers = {dispatcher["name"]: dispatcher for dispatcher in call_json("info")[1]["dispatchers"]}
-    assert all(list(dispatcher) == DISPATCHER_KEYS for dispatcher in dispatchers.values())
     assert {"all_gather", "all_to_all", "all_to_all_sums", "low_latency"} <= set(dispatchers)
     assert [cell["max_group_size"] for cell in dispatchers["all_gather"]["cells"]] == [None, 16]
     assert all(cell["predicted"] for dispatcher in dispatchers.values() for cell in dispatcher["cells"])

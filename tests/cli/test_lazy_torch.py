@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.command import run_code
+from tests.cli.command import printed, run_code
 
 
 def _run(script: str) -> None:
-    done = run_code(script)
-    assert done.returncode == 0, done.stderr
+    printed("-c", textwrap.dedent(script))
 
 
 def test_what_only_shows_does_not_load_torch() -> None:

@@ -20,10 +20,6 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES
 from tests.cli.command import Call, CallJson
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
-KEYS = ["schema", "checkpoint", "layer", "problem", "platform", "device", "versions", "commit", "date", "inputs"]
-KEYS += ["original", "rows", "unbeaten", "skipped"]
-ROW_KEYS = ["quant", "computes", "backend", "experts", "tier", "bytes", "bits", "weights_error", "output_error"]
-ROW_KEYS += ["passed", "times"]
 TIME_KEYS = ["tokens", "time_us", "original_us", "speedup", "relative_error", "tolerance", "passed"]
 TIME_KEYS += ["failure", "damage"]
 
@@ -38,12 +34,10 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_comparison(call_json: CallJson, checkpoint: Path) -> None:
     schemes = ["int4_w4a16_g32", "int8_w8a16", "fp8_channel_token", "nvfp4"]
     code, found = call_json(f"quantize --checkpoint {checkpoint} --quant {','.join(schemes)} --tokens 3,1")
-    assert (code, list(found)) == (0, KEYS)
-    assert (found["layer"], found["inputs"], found["skipped"]) == (1, "random", [])
+    assert (code, found["layer"], found["inputs"], found["skipped"]) == (0, 1, "random", [])
     rows = {row["quant"]: row for row in found["rows"]}
     assert list(rows) == schemes
     for row in (found["original"], *found["rows"]):
-        assert list(row) == ROW_KEYS
         assert [list(time) for time in row["times"]] == [TIME_KEYS] * 2
         assert [time["tokens"] for time in row["times"]] == [1, 3]
         assert row["passed"]

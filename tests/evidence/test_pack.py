@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from moereg.errors import ArgumentError, MoeregError, RecordFileError
-from moereg.evidence import store
 from moereg.evidence.pack import Pack, Session, TimedCell, read_pack, write_pack
 from moereg.spec.problem import MoEProblem
 from tests.evidence.packs import GRID, HERE, PROBLEM, make_cells, pack_of, row, rows_of
@@ -175,24 +174,6 @@ def test_a_write_makes_the_folder_and_hands_the_pack_as_it_is_now(tmp_path: Path
     third = Session(3, "2026-11-24", "", "x")
     assert write_pack(file, PACK.machine, lambda pack: pack.with_session(third)).sessions[2:] == (third,)
     assert write_pack(file, PACK.machine, lambda pack: pack, is_new=True) == Pack(PACK.machine)
-
-
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_former_pack(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "tuning.json"
-    write_pack(file, PACK.machine, lambda _: PACK)
-
-    def killed(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    # A full disk is in test_quarantine.py, whose file is written by the same function.
-    monkeypatch.setattr(store.os, function, killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_pack(file, PACK.machine, lambda pack: pack.with_rows(PROBLEM, 1, []))
-    assert read_pack(file, is_own=True) == PACK
-    assert {path.name for path in tmp_path.iterdir()} <= {"tuning.json", "tuning.json.lock"}
 
 
 def test_an_unreadable_pack_or_one_of_another_machine_is_not_written_over(tmp_path: Path) -> None:

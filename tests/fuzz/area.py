@@ -67,10 +67,10 @@ def run_case(area: Area, case: Case) -> str | None:
     return None if failure is None else " ".join(failure.split())[:500]
 
 
-def store_case(area: Area, case: Case, failure: str, corpus: Path = CORPUS) -> Path:
+def store_case(area: Area, case: Case, failure: str) -> Path:
     """Writes a case that failed where `make test` replays it; the same case always to the same file."""
     digest = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
-    path = corpus / area.name / f"{digest}.json"
+    path = CORPUS / area.name / f"{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Names of temporary directories are of this machine.
     failure = re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/ ]*", "...", failure)

@@ -7,13 +7,11 @@ import contextlib
 import ctypes
 import functools
 import gc
-import subprocess
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moereg
 from moereg.backends._torch import plain
 from moereg.bench.inputs import random_calls
 from moereg.kernels.plain import threads
@@ -29,6 +26,7 @@ from moereg.kernels.plain.threads import are_even, run_tasks
 from moereg.layer.factory import make_kernel
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
+from tests.cli.command import printed
 
 CPU = torch.device("cpu")
 
@@ -340,8 +338,4 @@ print(len(ran))
 @pytest.mark.parametrize("code", [ENDS, FORKS], ids=["ends", "forks"])
 def test_processes_that_end_and_that_fork_run_every_task(code: str) -> None:
     head = "import torch\nfrom moereg.kernels.plain.threads import run_tasks\ntorch.set_num_threads(2)\n"
-    root = Path(moereg.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", head + code], check=True, cwd=root, timeout=120, capture_output=True, text=True
-    )
-    assert done.stdout == "8\n"
+    assert printed("-c", head + code, timeout=120) == "8\n"

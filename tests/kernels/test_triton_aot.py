@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import triton
+
+from tests.cli.command import printed
 
 # The version of Triton that bounds were recorded with.
 IS_SAME: Final = triton.__version__.startswith("3.8.")
@@ -153,13 +152,9 @@ Rows = list[dict[str, Any]]
 
 def run_script(name: str, *arguments: str) -> str:
     """What a script of this folder prints, in a process that does not interpret."""
-    path = Path(__file__).with_name(name)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(path.parents[2]), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(path), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{name} {' '.join(arguments)}:\n{done.stderr}"
-    return done.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        return printed(str(Path(__file__).with_name(name)), *arguments, timeout=3600)
 
 
 def check_resources(row: dict[str, Any], registers: int, spill_bytes: int = 0) -> None:

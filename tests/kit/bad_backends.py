@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights, Platform, register_moe_backend
+from moereg.author import ExpertWeights, MoEProblem, PermutedWeights, Platform, register_moe_backend
 from tests.support.fakes import LITTLE, FakeExperts
 
 
@@ -23,13 +23,6 @@ class GoodExperts(FakeExperts):
     @classmethod
     def device_types(cls, platform: Platform) -> tuple[str, ...]:
         return (platform.device_type,)
-
-    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
-        super().compute(out, inputs, weights)
-        self.spoil(out)
-
-    def spoil(self, out: torch.Tensor) -> None:
-        """Breaks the promise."""
 
 
 def bad(name: str, **registration: Any) -> Any:
@@ -43,20 +36,20 @@ bad("good")(GoodExperts)
 
 @bad("segfault")
 class SegfaultExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         if len(out) == 17:
             ctypes.string_at(0)
 
 
 @bad("exits")
 class ExitExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         os._exit(3)
 
 
 @bad("raises_exit")
 class SystemExitExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         sys.exit("no")
 
 
@@ -69,7 +62,7 @@ class HangExperts(GoodExperts):
 
 @bad("hoards")
 class HoardExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         hoard = []
         while True:
             hoard.append(bytearray(b"x" * (8 << 20)))
@@ -77,32 +70,26 @@ class HoardExperts(GoodExperts):
 
 @bad("prints")
 class PrintExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         print("compiling\nkernel")
 
 
 @bad("floods")
 class FloodExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         while True:
             os.write(1, b"x" * (1 << 20))
 
 
-@bad("uninitialized")
-class UninitializedExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
-        out.add_(torch.empty(1) * 0)
-
-
 @bad("writes_behind")
 class BehindExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
 
 
 @bad("nan")
 class NanExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor) -> None:
+    def spoil(self, out: torch.Tensor, *others: Any) -> None:
         out[-1:] = float("nan")
 
 

@@ -45,20 +45,9 @@ class RightExperts(FakeExperts):
     facts = dataclasses.replace(LITTLE, deterministic=True)
     num_calls = 0
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         self.num_calls += 1
-        out.copy_(self.result(inputs, weights, self.computes))
-        self.spoil(out, inputs, weights, workspace13, workspace2)
-
-    def spoil(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, *workspaces: Any) -> None:
-        """Breaks the promise."""
+        super().compute(out, inputs, weights)
 
 
 def spoiling(broken: Callable[..., object], base: type[FakeExperts] = RightExperts, **members: Any) -> Any:

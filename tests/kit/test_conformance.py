@@ -63,13 +63,12 @@ def promises() -> list[Any]:
             seen |= {key} if is_imitated else set()
             marks = [pytest.mark.slow] if is_slow else []
             marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
-            found.append(pytest.param(cell, check, marks=marks, id=check.id))
+            found.append(pytest.param(check, marks=marks, id=check.id))
     return found
 
 
-# The cell is a parameter of its own for `--ledger`.
-@pytest.mark.parametrize(("cell", "check"), promises())
-def test_a_promise_is_kept(cell: BackendCell, check: Check) -> None:
+@pytest.mark.parametrize("check", promises())
+def test_a_promise_is_kept(check: Check) -> None:
     check.run()
 
 

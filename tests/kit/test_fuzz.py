@@ -1,34 +1,44 @@
-"""A sample of `make fuzz`: every case that failed once, and some new ones of each area. And its own limits."""
+"""Every case that failed once, and seeded new ones of each area, of which `make fuzz` draws more. And the limits."""
 
 import json
+import os
 import threading
+import time
 
 import pytest
 
 from moereg.errors import UnknownNameError
-from tests.fuzz import small_checkpoints
-from tests.fuzz.area import CORPUS, Area, draw_case, load_case, run_case
-from tests.fuzz.checkpoints import AREAS
+from tests.fuzz import checkpoints
+from tests.fuzz.area import CORPUS, Area, draw_case, load_case, run_case, store_case
 
+AREAS = checkpoints.AREAS
 STORED = sorted(CORPUS.glob("*/*.json"))
+NUM_CASES = int(os.environ.get("MOEREG_FUZZ_CASES", "0"))
+"""Of each area. They are stored while they run, so that one that ends the process can be replayed too."""
+SEED = int(os.environ.get("MOEREG_FUZZ_SEED", "1"))
+SECONDS = 300
 
 
+@pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("name", AREAS)
 def test_seeded_cases_hold(name):
-    area = AREAS[name]
-    failures = {}
-    for index in range(area.smoke):
-        case = draw_case(area, 1, index)
+    area, failures, end = AREAS[name], {}, time.monotonic() + SECONDS
+    for index in range(NUM_CASES or area.smoke):
+        case = draw_case(area, SEED, index)
         assert json.loads(json.dumps(case)) == case or "NaN" in json.dumps(case), "a case has to survive storing"
+        path = store_case(area, case, "ended the process") if NUM_CASES else None
         if failure := run_case(area, case):
             failures[index] = failure
+        if path is not None:
+            store_case(area, case, failure) if failure else path.unlink()
+        if time.monotonic() > end:
+            break
     assert not failures
 
 
-@pytest.mark.parametrize("name", sorted({path.parent.name for path in STORED}))
-def test_what_failed_once_holds(name):
-    failures = {path.name: run_case(AREAS[name], load_case(path)) for path in STORED if path.parent.name == name}
-    assert not {file: failure for file, failure in failures.items() if failure}
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_what_failed_once_holds(path):
+    assert run_case(AREAS[path.parent.name], load_case(path)) is None
 
 
 def _area(check, **limits):
@@ -79,6 +89,6 @@ def test_the_areas_of_checkpoints_see_broken_promises(error, failure, monkeypatc
     def broken(*arguments, **keywords):
         raise error
 
-    monkeypatch.setattr(small_checkpoints, "load_experts", broken)
+    monkeypatch.setattr(checkpoints, "load_experts", broken)
     for name in ("checkpoints", "quantization_config"):
         assert run_case(AREAS[name], {"base": "qwen3_moe"}).startswith(failure)

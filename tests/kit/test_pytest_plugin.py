@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from moereg.errors import UnknownBackendError
 from moereg.testing import suite
 from moereg.testing.check import CellName, Check, Outcome
+from tests.cli.command import printed
 
 CELL = CellName("mine", "MineExperts", ("unquantized",), ("cpu",))
 CHECKS = tuple(Check.make(CELL, kind) for kind in ("deciding", "permute", "workspaces", "reload", "compile"))
@@ -113,7 +112,6 @@ def test_it_costs_nothing_when_it_is_not_used() -> None:
         "import sys, pytest; before = set(sys.modules); import moereg.testing.pytest_plugin; "
         "print(sorted(name for name in set(sys.modules) - before if name not in sys.stdlib_module_names))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    loaded = {name.strip("' ") for name in done.stdout.strip().strip("[]").split(",")}
+    loaded = {name.strip("' ") for name in printed("-c", script).strip().strip("[]").split(",")}
     assert "moereg.testing.pytest_plugin" in loaded
     assert loaded <= {"moereg", "moereg._version", "moereg.testing", "moereg.testing.pytest_plugin"}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,31 @@ class Answer(NamedTuple):
 
 def ask(site: Site, lines: Sequence[list[str]], seconds: float = 500) -> list[Answer]:
     """Answers of command lines of moereg, which one interpreter runs."""
-    process = site.python("-m", "tests.plugins.commands", seconds=seconds, stdin=json.dumps(lines))
+    process = site.python("-m", "tests.plugins.installing", seconds=seconds, stdin=json.dumps(lines))
     assert process.returncode == 0, process.stderr
     return [Answer(*answer) for answer in json.loads(process.stdout.splitlines()[-1])]
+
+
+def _answer(line: list[str]) -> tuple[int, str, str]:
+    from moereg import cli
+
+    real = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        try:
+            code = cli.main(line)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            for number, descriptor in enumerate(real, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+        out.seek(0)
+        err.seek(0)
+        return code, out.read().decode(), err.read().decode()
+
+
+if __name__ == "__main__":
+    # A JSON list of command lines, one after the other in one interpreter: an interpreter takes seconds to start.
+    print(json.dumps([_answer(line) for line in json.load(sys.stdin)]))

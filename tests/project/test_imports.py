@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
+import textwrap
 from typing import Any
 
 import moereg
-from tests.cli.command import run_code
+from tests.cli.command import printed
 
-PACKAGE = Path(moereg.__file__).parent
 HEAVY = ("triton", "flashinfer", "cutlass", "quack", "aiter", "jax", "transformers")
 PLATFORMS = ("cpu", "cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm120", "rocm:gfx942", "tpu:v5e")
 
@@ -33,9 +31,7 @@ print(json.dumps([winners, loaded, torch.cuda.is_initialized()]))
 
 
 def run(code: str) -> Any:
-    process = run_code(code, env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)})
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return json.loads(printed("-c", textwrap.dedent(code)).splitlines()[-1])
 
 
 def test_selecting_imports_no_kernel_library() -> None:

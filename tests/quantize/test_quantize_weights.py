@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import sys
 import textwrap
 
@@ -24,6 +23,7 @@ from moereg.quantize import (
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.weights import quantize_weights as quantize_module
 from moereg.weights.permuted import ExpertWeights
+from tests.cli.command import printed
 from tests.quantize.quantized_values import INF, NAN, same, slow_dequantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -252,10 +252,6 @@ def test_peak_is_little_more_than_input_and_output() -> None:
         w13, w2 = dequantize_weights(stored)
         print((status("VmHWM") - before - w13.nbytes - w2.nbytes) >> 20)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    extra_mib = [int(line) for line in done.stdout.split()]
+    extra_mib = [int(line) for line in printed("-c", textwrap.dedent(script)).split()]
     # The fp32 of all weights is 192 MiB here, and of one expert's 48 MiB.
     assert max(extra_mib) < 100, extra_mib

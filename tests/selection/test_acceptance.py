@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.cli.command import printed
 
 NEW_BACKEND = '''
 """A backend that nobody else has heard of."""
@@ -60,16 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, code: str) -> Any:
-    process = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return json.loads(printed("-c", PRELUDE + textwrap.dedent(code), str(folder)))
 
 
 def test_it_is_listed_selected_and_run(folder: Path) -> None:

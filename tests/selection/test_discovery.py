@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +18,9 @@ from moereg.selection import loader as discovery
 from moereg.selection.loader import _Loader
 from moereg.selection.plugin_status import is_allowed
 from moereg.spec.problem import MoEProblem
+from tests.cli.command import ROOT, printed
 from tests.support.wheels import Wheels, backend, fresh_wheels, summary
 
-ROOT = Path(__file__).parents[2]
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 NAMES = ("one", "two")
 
@@ -142,7 +140,4 @@ def test_nothing_is_loaded_by_importing_moereg(wheels: Wheels) -> None:
         "before = here()\nmoereg.list_backends()\nprint(json.dumps([before, here()]))"
     )
     paths = os.pathsep.join((str(wheels.folder), str(ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, check=True
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == [[False, False], [True, True]]
+    assert json.loads(printed("-c", code, PYTHONPATH=paths).splitlines()[-1]) == [[False, False], [True, True]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,8 +24,18 @@ from moereg.selection.loader import _Loader
 from moereg.selection.plugin_status import BACKEND_GROUP, PluginStatus, scan, unknown_names
 from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
-from tests.support.signals import ctrl_c_handled_by
 from tests.support.wheels import HEAD, Wheels, backend, cell, summary
+
+
+@contextlib.contextmanager
+def ctrl_c_handled_by(handler: Any = signal.default_int_handler) -> Iterator[None]:
+    """Handles SIGINT like that. A shell without job control starts `command &` with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 

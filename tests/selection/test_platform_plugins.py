@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from moereg.platforms import Platform, kinds
 from moereg.platforms.kinds import miss_kinds_of
 from moereg.registry import BackendRegistry
 from moereg.selection.plugin_status import PluginStatus, failure_text, unusable
+from tests.cli.command import ROOT, printed
 from tests.support.wheels import Wheels, backend
-
-ROOT = Path(__file__).parents[2]
 
 KIND = """
 from moereg.author import Platform, PlatformKind
@@ -67,15 +64,8 @@ def errors():
 def run(site: Wheels, code: str, **environment: str) -> Any:
     """The JSON that a fresh interpreter printed last, with the wheels on its path."""
     paths = os.pathsep.join((str(site.folder), str(ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    out = printed("-c", PRELUDE + textwrap.dedent(code), PYTHONPATH=paths, **environment)
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture

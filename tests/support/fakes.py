@@ -60,6 +60,10 @@ class FakeExperts(Experts):
         workspace2: torch.Tensor,
     ) -> None:
         self.compute(out, inputs, weights)
+        self.spoil(out, inputs, weights, workspace13, workspace2)
+
+    def spoil(self, *given: Any) -> None:
+        """Where classes of broken promises break one: it is given what `apply` is."""
 
     def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         """`apply` without scratch, which the classes below change."""

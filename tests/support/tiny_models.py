@@ -144,7 +144,7 @@ def tiny_config(model_type: str) -> Any:
 def _config(kind: Any) -> Any:
     default = kind()
     special = SPECIAL.get(kind.model_type, {})
-    values = {name: value for name, value in SIZES.items() if _has(default, name)}
+    values = {name: value for name, value in SIZES.items() if has_entry(default, name)}
     if "sparse" in (getattr(default, "mlp_layer_types", None) or ()):
         values["mlp_layer_types"] = ["sparse"] * SIZES["num_hidden_layers"]
     for name in kind.sub_configs or {}:
@@ -153,7 +153,7 @@ def _config(kind: Any) -> Any:
     return kind(**values | copy.deepcopy(special))
 
 
-def _has(config: Any, name: str) -> bool:
+def has_entry(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
     except Exception:  # A value of each layer, which a config has and does not give as one.

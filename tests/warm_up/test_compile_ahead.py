@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,9 @@ from moereg.layer.warm_up import worker
 from moereg.layer.warm_up.ahead import ask
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, described, empty_weights
 from moereg.spec.problem import MoEProblem
+from tests.cli.command import printed
 
-SCRIPT = Path(__file__).parent / "launch_offline.py"
+SCRIPT = str(Path(__file__).parent / "offline.py")
 
 SIZES = ("--experts", "8", "--hidden", "256", "--intermediate", "128", "--top-k", "2")
 
@@ -36,17 +34,9 @@ def _compile(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def _launched(problem: MoEProblem, cache: Path, counts: str) -> dict[str, int]:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, json.dumps(problem.to_dict()), "cuda:sm90", counts],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    values = json.dumps(problem.to_dict())
+    command = (SCRIPT, "launch", values, "cuda:sm90", counts)
+    return dict(json.loads(printed(*command, timeout=800, TRITON_CACHE_DIR=str(cache))))
 
 
 @pytest.mark.slow
@@ -121,16 +111,8 @@ def test_kernels_on_either_side_of_a_rule_s_border_are_found() -> None:
         tokens_a_row = facts["num_experts"] // facts["top_k"]
         counts = [tokens_a_row * border + more for border in BORDERS for more in (-1, 0, 1, 2)]
         asked.append((MoEProblem(**facts).to_dict(), counts))
-    done = subprocess.run(
-        [sys.executable, SCRIPT.with_name("sweep_offline.py"), json.dumps(asked), "cuda:sm90"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = printed(SCRIPT, "sweep", json.dumps(asked), "cuda:sm90", timeout=300).splitlines()
+    answers = [json.loads(line) for line in lines]
     for (facts, first), (_, counts), answer in zip(layers, asked, answers, strict=True):
         assert first is None or answer["counts"] == first, facts
         for count, names in zip(counts, answer["launched"], strict=True):
