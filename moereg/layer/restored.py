@@ -51,7 +51,7 @@ class RestoredExperts(Experts):
         return self._with_room(self._shapes_of("workspace_shapes", num_tokens))
 
     def backward_workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> Shapes:
-        """Those of the class, likewise."""
+        """Those of the class, with the same room."""
         return self._with_room(self._shapes_of("backward_workspace_shapes", num_tokens))
 
     def saved_shapes(self, problem: MoEProblem, num_tokens: int) -> SavedShapes:

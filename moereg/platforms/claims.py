@@ -27,6 +27,8 @@ def ask_plugins_with(ask: Callable[[], Platform | None]) -> None:
 def current_platform() -> Platform:
     """The machine at hand: from a platform plugin, else from the probe.
 
+    Plugins are asked once `moereg.selection.loader` is imported, as by whatever selects or makes a kernel.
+
     Raises:
         PluginError: Two plugins claim this machine.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 
@@ -90,7 +89,7 @@ class Platform:
             raise UnknownPlatformError(f"platform {shown(name)} needs an architecture{kind.hint}")
         return cls(kind_name, arch)
 
-    @functools.cached_property
+    @property
     def device_type(self) -> str:
         """The torch type of this platform's devices."""
         kind = find_kind(self.kind)

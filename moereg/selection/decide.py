@@ -8,7 +8,7 @@ looked up. Names no backend, architecture or scheme.
       _judge                every reason against one candidate
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
-      measured_order        the measured order of those that are alike to the request
+      measured_order        the measured order of decisions that tie in the request
     reading_in_place        the same among classes that copy no weights
     unmeasured              the same without what was measured
       without_winner        the same once the first of them is ruled out

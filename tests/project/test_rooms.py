@@ -27,7 +27,7 @@ ROOT: Final = Path(moereg.__file__).parent
 # `spec/` holds values that everything reads, and what a backend does with its weights is the backend's.
 NOT_COUNTED: Final = ("spec", "backends", "kernels")
 MOST_MODULES, MOST_PACKAGES, LONGEST_CHAIN = 8, 18, 12
-MOST_FILES = {"select_backend": 14, "make_kernel": 22}
+MOST_FILES = {"select_backend": 14, "make_kernel": 23}
 
 
 def imports_by_room(package: Path) -> dict[str, set[str]]:
