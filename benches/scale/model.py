@@ -308,25 +308,30 @@ def _kernel_us(layer: Layer, share: Share, num_tokens: float, routing: str, disp
 
 
 def _reached(layer: Layer, rows_per_expert: float, routing: str) -> float:
-    problem = layer.problem
+    found = _level(_points(layer), rows_per_expert)
+    return min(1.0, found * (_skew(layer.skewed, rows_per_expert) if routing == "zipf" else 1.0))
+
+
+@functools.cache
+def _points(layer: Layer) -> list[tuple[float, float]]:
     if layer.measured == "h200_quant.json":
         rows = [row for row in _quant_rows() if row["scheme"] == layer.quant]
     else:
         rows = _load(layer.measured)["rows"]
-    rows = [row for row in rows if row["model"] == layer.model and not row["wrong"]]
-    found = _level(_by_rows(rows, problem), rows_per_expert)
-    return min(1.0, found * (_skew(layer.skewed, rows_per_expert) if routing == "zipf" else 1.0))
+    return _by_rows([row for row in rows if row["model"] == layer.model and not row["wrong"]], layer.problem)
 
 
 def _skew(model: str, rows_per_expert: float) -> float:
     """The share of the roofline under Zipf routing over that under uniform routing, of whole layers in bf16."""
-    shape = get_shape(model)
-    problem = MoEProblem(**shape.problem_keywords())
-    rows = [row for row in _load("h200_shapes.json")["rows"] if row["layer"] == model]
-    zipf, uniform = (
-        _by_rows([row for row in rows if row["routing"] == routing], problem) for routing in ("zipf", "uniform")
-    )
-    return _level(zipf, rows_per_expert) / _level(uniform, rows_per_expert)
+    zipf, uniform = (_level(_routed_points(model, routing), rows_per_expert) for routing in ("zipf", "uniform"))
+    return zipf / uniform
+
+
+@functools.cache
+def _routed_points(model: str, routing: str) -> list[tuple[float, float]]:
+    problem = MoEProblem(**get_shape(model).problem_keywords())
+    rows = _load("h200_shapes.json")["rows"]
+    return _by_rows([row for row in rows if (row["layer"], row["routing"]) == (model, routing)], problem)
 
 
 def _by_rows(rows: Sequence[dict[str, Any]], problem: MoEProblem) -> list[tuple[float, float]]:

@@ -62,6 +62,7 @@ def _rung(weights: Sequence[float], time: float) -> float:
     return sum(1 - math.exp(-weight * time) for weight in weights)
 
 
+@functools.cache
 def shares(num_experts: int, num_ranks: int, top_k: int, routing: str, balanced: bool) -> list[list[Share]]:
     """The shares of all ranks, for each of the orders in which experts may lie.
 

@@ -104,7 +104,7 @@ def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config:
 
 
 # Schemes restore weights, which the products above show; one of them shows how several tokens share slices.
-@pytest.mark.few
+@pytest.mark.few(most=2)
 @pytest.mark.parametrize(
     ("scheme", "num_tokens"),
     [

@@ -443,6 +443,7 @@ BACKENDS = """
 """
 
 
+@pytest.mark.slow
 def test_two_real_sessions_and_what_selection_reads_of_them(tmp_path: Path, pack: Path) -> None:
     file = tmp_path / "alone" / "mine.py"  # JSON files beside a module count as its code, and so would the pack.
     file.parent.mkdir()

@@ -195,7 +195,7 @@ def test_sorted_stages(case: StageCase) -> None:
 
 
 # As many tokens as either way ships for, and one more of the vectors: interpreted, more take seconds each.
-@pytest.mark.few
+@pytest.mark.few(most=8)
 @pytest.mark.parametrize(
     ("way", "case"),
     [

@@ -20,49 +20,55 @@ SUITES = {name: list_suite(name) for name in list_backends()}
 CELLS = runnable_cells()
 
 
-def kind_of(cell: BackendCell, check: Check) -> object:
-    """Interpreted checks of which one is enough for `make test`; None for those that are all left to the slow tests."""
+def kinds_of(cell: BackendCell, check: Check) -> tuple[object, object]:
+    """Kinds of interpreted checks: one of each of the first runs in `make test`, one of each of the second at all.
+
+    The rest shows what the cell does where it is compiled; `moereg verify` and the tests on a GPU run it there. Faults
+    (None) are for these alone, since test_faults.py plants each of them on the reference.
+    """
     name, is_batched = cell.class_name, cell.experts.output_form == "per_expert"
     match check.kind:
-        case "numbers":
+        case "numbers" | "gradients":
             problem = MoEProblem.from_dict(json.loads(check.argument)["problem"])
-            # Of quantized weights sizes and facts are drawn too, and a batched class has its codecs from the standard
-            # one.
-            if problem.quant == cell.schemes[0]:
-                return check if problem.quant.weight is None else (name, problem.has_bias)
-            if is_batched or problem.hidden_size % 2:
-                return name
-            computes = cell.scheme_for(problem.quant)
-            fmt = computes.weight
-            return name, fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric), computes.activation
+            if check.kind == "gradients":
+                return (name, problem.dtype, bool(problem.adapter_rank)), check
+            # Sizes and facts are drawn too, every codec has tests of its own, and a batched class has the kernels of the
+            # standard one.
+            if problem.quant.weight is None:
+                return name if is_batched else (name, problem.dtype, problem.has_bias), check
+            is_first = problem.quant == cell.schemes[0] and not is_batched
+            fmt = cell.scheme_for(problem.quant).weight
+            codec = (fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric)) if not is_batched else None
+            return (name, problem.has_bias) if is_first else name, (name, codec, problem.hidden_size % 2)
         case "faults":
-            return None  # test_faults.py plants every fault on the reference.
+            return None, None
         case "rounding":
-            return None if is_batched else name
+            return (None, None) if is_batched else (name, name)
         case "reload":
-            return name
+            return name, name
         case "compile":
-            return cell.experts.output_form  # What is traced is the call of one operator, the same for all cells.
-    return check
+            form = cell.experts.output_form  # What is traced is the call of one operator, the same for all cells.
+            return form, form
+    return check, check
 
 
 def promises() -> list[Any]:
     """A parameter for each check of each cell that runs here."""
     found: list[Any] = []
-    seen: set[object] = set()
+    seen: set[object] = {(level, kind, None) for level in ("first", "rest") for kind in CHECK_KINDS}
     for suite in SUITES.values():
         names = {name: name.find() for name in suite.running}
         for check in suite.checks:
             # Choosing is asked of in a process that has imported nothing yet: test_verify.py.
             if check.cell not in names or check.kind == "deciding":
                 continue
-            cell = names[check.cell]
-            key = check.kind, kind_of(cell, check)
-            is_imitated = check.cell in suite.report.imitated
-            is_slow = is_imitated and (key in seen or key[1] is None)
-            seen |= {key} if is_imitated else set()
-            marks = [pytest.mark.slow] if is_slow else []
-            marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
+            first, rest = kinds_of(names[check.cell], check)
+            marks = [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
+            if check.cell in suite.report.imitated:
+                if (is_slow := ("first", check.kind, first) in seen) and ("rest", check.kind, rest) in seen:
+                    continue
+                seen |= {("first", check.kind, first), ("rest", check.kind, rest)}
+                marks += [pytest.mark.slow] if is_slow else []
             found.append(pytest.param(check, marks=marks, id=check.id))
     return found
 

@@ -28,9 +28,9 @@ DEVICE = cases.default_device()
 CELLS = runnable_cells()
 CELLS_OF_CLASS = collections.Counter(cell.class_name for cell in CELLS)
 SEED = int(os.environ.get("MOEREG_KIT_SEED", "0"))
-EXAMPLES = int(os.environ.get("MOEREG_KIT_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("MOEREG_KIT_EXAMPLES", "8"))
 """Layers of each experts class, divided among its cells."""
-FIRST_EXAMPLES = 4
+FIRST_EXAMPLES = 2
 """Those of them that `make test` runs."""
 GPU_LAYERS = int(os.environ.get("MOEREG_KIT_EXAMPLES", "2048"))
 """Layers of all cells together."""
@@ -94,7 +94,7 @@ def native_cell(class_name: str = "TorchDenseExperts") -> BackendCell:
 def test_a_drawn_layer_is_one_that_its_cell_claims(cell: BackendCell) -> None:
     rng = random.Random(1)
     for limits in (limits_of(cell), GPU):
-        for _ in range(30):
+        for _ in range(10):
             layer = draw_layer(cell, rng.choice, limits)
             other = vary_sizes(layer, rng.choice, limits)
             for drawn in (layer, other):

@@ -45,6 +45,7 @@ def compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("kind", ["kernel", "layer", "kernel with adapters", "layer with adapters"])
