@@ -31,9 +31,9 @@ def kinds_of(cell: BackendCell, check: Check) -> tuple[object, object]:
         case "numbers" | "gradients":
             problem = MoEProblem.from_dict(json.loads(check.argument)["problem"])
             if check.kind == "gradients":
-                return (name, problem.dtype, bool(problem.adapter_rank)), check
-            # Sizes and facts are drawn too, every codec has tests of its own, and a batched class has the kernels of the
-            # standard one.
+                return (name, bool(problem.adapter_rank)), check
+            # Sizes and facts are drawn too, every codec has tests of its own, and a batched class has the kernels of
+            # the standard one.
             if problem.quant.weight is None:
                 return name if is_batched else (name, problem.dtype, problem.has_bias), check
             is_first = problem.quant == cell.schemes[0] and not is_batched
