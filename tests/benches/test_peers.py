@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from benches import pictures, report
 from benches.board import peers, rows
 from benches.board.compare import Comparison, Place, Timed
-
-
-def labels_that_meet(figure: Figure) -> list[tuple[str, str]]:
-    """Pairs of labels whose boxes intersect by more than a pixel, as drawn."""
-    FigureCanvasAgg(figure).draw()
-    boxes = [(text.get_text(), text.get_window_extent()) for text in _labels(figure)]
-    return [
-        (one, other)
-        for (one, box), (other, other_box) in itertools.combinations(boxes, 2)
-        if min(box.x1, other_box.x1) - max(box.x0, other_box.x0) > 1
-        and min(box.y1, other_box.y1) - max(box.y0, other_box.y0) > 1
-    ]
-
-
-def _labels(figure: Figure) -> Iterator[Text]:
-    """The texts that are shown; an axis also holds those of ticks outside of what it shows."""
-    unseen: set[Any] = set()
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            ticks = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
-            unseen.update(label for tick in ticks for label in (tick.label1, tick.label2))
-    for text in figure.findobj(Text):
-        assert isinstance(text, Text)
-        if text.get_visible() and text.get_text().strip() and text not in unseen:
-            yield text
-
 
 HEAD = {"schema": 1, "device": "a GPU", "date": "2026-11-23", "layers": {}, "left_out": []}
 UNIFORM = Place("big", "bfloat16", "uniform", 64)
@@ -125,18 +93,3 @@ def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> No
     pictures.draw_peers(path, peers.groups_of(peers.board_comparisons()))
     texts = [re.findall(r"<!-- (.*?) -->", one.read_text()) for one in (path, report.PICTURE)]
     assert texts[0] == texts[1], "run python -m benches.report"
-
-
-def test_no_label_of_a_picture_lies_over_another(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **keywords: found.append(figure))
-    monkeypatch.setattr(report, "pages", list)
-    monkeypatch.setattr("sys.argv", ["report"])
-    assert report.main() == 0
-    assert len(found) == 5
-    assert not [pair for figure in found for pair in labels_that_meet(figure)]
-    # Each panel of the peers has lines, and its legend is below it.
-    for axes in (one for one in found[1].axes if one.axison):
-        legend = axes.get_legend()
-        assert all(len(line.get_xdata()) for line in axes.get_lines())
-        assert legend.get_window_extent().y1 < axes.get_window_extent().y0

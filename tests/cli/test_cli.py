@@ -11,7 +11,7 @@ import pytest
 
 import moereg
 from moereg.cli import _progress
-from moereg.cli._output import console
+from moereg.cli._output import console, print_error
 from tests.cli.command import SIZES, Call
 
 BAD_LINES = [
@@ -176,3 +176,8 @@ def test_version_and_help(call: Call) -> None:
     for option in ("--tokens", "--routing", "--rounds", "--require", "--json"):
         assert f"  {option} " in bench
     assert "Later" not in bench
+
+
+def test_an_error_of_several_lines_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("rule\n\nvalue\ncure")
+    assert capsys.readouterr().err == "moereg: rule; value; cure\n"

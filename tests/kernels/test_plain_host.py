@@ -285,3 +285,11 @@ def test_layers_of_few_and_many_rows(
         call[2][:20, 1] = torch.arange(20) % 2 * 3
     expected = reference_experts(problem, weights, *call, expert_map=expert_map)
     assert relative_error(kernel(*call), expected) < (1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("num_weights", [2, 4096])
+def test_one_large_routing_weight_is_enough(num_weights: int) -> None:
+    topk_weights = torch.ones(num_weights, 1)
+    assert not mlp.has_large_weights(topk_weights)
+    topk_weights[-1] = 1e6
+    assert mlp.has_large_weights(topk_weights)

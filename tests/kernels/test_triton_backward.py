@@ -212,7 +212,7 @@ def test_gradients_of_each_routes_token(layer: Layer) -> None:
     case.check(out, torch.einsum("nc,nch->nh", pre_grad[: case.num_rows].double(), case.w13[case.experts].double()))
 
 
-@pytest.mark.parametrize(("layer", "rank"), zip(LAYERS[2:5], (1, 16, 70), strict=True), ids=str)
+@pytest.mark.parametrize(("layer", "rank"), list(zip(LAYERS[2:5], (1, 16, 70), strict=True)), ids=str)
 def test_low_rank_rows_and_each_product_that_they_are_added_to(layer: Layer, rank: int) -> None:
     """Of an adapter: of tokens or of sorted rows, then expanded in steps of at most 64."""
     case, config = Case(layer), SMALL.low_rank_products(rank)

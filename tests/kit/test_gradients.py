@@ -296,6 +296,18 @@ def test_an_error_in_an_expert_with_one_row_is_seen_beside_experts_with_many() -
         ]
 
 
+def test_equal_experts_have_equal_bounds() -> None:
+    problem = MoEProblem(num_experts=2, hidden_size=40, intermediate_size=24, top_k=1)
+    weights, inputs = make_weights(problem, CPU), make_inputs(problem, 9, "uniform", CPU)
+    weights.w13[1], weights.w2[1] = weights.w13[0], weights.w2[0]
+    bounds = []
+    for expert in (0, 1):
+        inputs.topk_ids[:] = expert
+        truth = reference_gradients(problem, weights, *inputs.call, make_grad_out(inputs))
+        bounds += [each.bound for each in truth.compare({"hidden_states": truth.tensors["hidden_states"]})]
+    assert bounds[0] == bounds[1] > 0
+
+
 def test_an_adapter_of_few_rows_and_ranks_is_judged_by_as_many_elements() -> None:
     problem = MoEProblem(
         num_experts=2, hidden_size=130, intermediate_size=128, top_k=1, **{**ADAPTED, "adapter_rank": 4}

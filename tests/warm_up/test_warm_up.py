@@ -340,3 +340,8 @@ def test_a_process_that_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert main(["compile", *SIZES, "--platform", "cuda:sm90", "--tokens", "1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moereg: the process that compiles ended with 1: it said nothing; look at the memory")
+
+
+def test_other_platforms_have_no_target_whatever_their_memory() -> None:
+    assert cache.Target.of("cuda", "sm90", 2**17) is not None
+    assert cache.Target.of("xpu", "pvc", 2**17) is None
