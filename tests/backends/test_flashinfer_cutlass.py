@@ -173,6 +173,7 @@ def test_few_tokens_after_many_of_any_layer():
     experts.implementation.library = Imitation().library
     weights = experts.permute_weights(make_weights(problem, _CPU).contiguous(), problem)
     shapes = {tokens: experts.workspace_shapes(problem, tokens) for tokens in (2, 40)}
+    assert 0 <= 2 * shapes[40][0][0] - experts.implementation._library_bytes(40) < 2
     for tokens in (2, 40, 2):
         inputs = make_inputs(problem, tokens, "uniform", _CPU)
         out = torch.empty(tokens, 128, dtype=problem.torch_dtype)

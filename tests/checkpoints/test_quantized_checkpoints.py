@@ -227,11 +227,12 @@ def test_experts_that_are_listed_as_not_converted_are_unquantized(tmp_path: Path
     assert (layer.problem.quant.name, layer.weights.w13.dtype) == ("unquantized", torch.bfloat16)
 
 
-def test_compressed_tensors_picks_the_most_exact_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["Linear", r"re:.*self_attn.*"])
+def test_compressed_tensors_picks_the_most_exact_target(tmp_path: Path, other: str) -> None:
     def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         groups = config["quantization_config"]["config_groups"]
         groups["experts"] = {**groups["group_0"], "targets": [r"re:.*\.experts\.\d+\..*"]}
-        groups["group_0"] = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 3, "strategy": "tensor"}}
+        groups["group_0"] = {"targets": [other], "weights": {"type": "int", "num_bits": 3, "strategy": "tensor"}}
 
     assert load_experts(changed(tmp_path, "ct_int4", change), 0).problem.quant.name == "int4_w4a16_g32"
 
