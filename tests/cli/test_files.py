@@ -118,7 +118,7 @@ WRONG = {
         ODD,
         "grouped_product: load of 2 bytes at byte 144 of 'x'",
     ),
-    "store": ("(route >= 0) & (column < N))", "route >= 0)", ODD, "bytes (lane 8 in my_triton.py:39)"),
+    "store": ("(route >= 0) & (column < N))", "route >= 0)", ODD, "bytes (lane 8 in my_triton.py:38)"),
 }
 
 
@@ -262,7 +262,7 @@ def test_every_configuration_of_an_autotuner_is_compiled_ahead(triton_file: Path
     done = run_module(line, triton_file.parent, TRITON_CACHE_DIR=str(triton_file.parent / "cache"))
     assert done.returncode == 0, done.stderr
     kernels = strict_json(done.stdout)["kernels"]
-    assert [kernel["name"] for kernel in kernels] == ["my_triton:grouped_product"] * 6
+    assert [kernel["name"] for kernel in kernels] == ["my_triton:grouped_product"] * 4
 
 
 @pytest.mark.slow
