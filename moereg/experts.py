@@ -83,7 +83,7 @@ class Gradients:
 
 
 def _is_interpreted(value: object) -> bool:
-    """Whether this is a Triton kernel that runs in the interpreter; classes are told by name, to import no Triton."""
+    """Whether this is a Triton kernel that runs in the interpreter. Its class is known by name: nothing is imported."""
     while type(value).__module__ == "triton.runtime.autotuner":  # autotune and heuristics wrap a kernel.
         value = getattr(value, "fn", None)
     return type(value).__module__ == "triton.runtime.interpreter"

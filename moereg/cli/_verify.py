@@ -26,8 +26,8 @@ from moereg.testing.diagnosis import causes_in, split_message
 from moereg.testing.suite import verify
 
 _IMITATED: Final = (
-    "imitated: this shows numbers, not hardware; Triton's interpreter compiles nothing, runs programs one after "
-    "another, and takes an autotuner's first configuration"
+    "imitated: this shows numbers, not hardware; Triton's interpreter, for one, compiles nothing, runs programs one "
+    "after another, and takes an autotuner's first configuration"
 )
 _AS_PLUGIN: Final = (
     f"to install it as a plugin, a package also needs an entry point in the group {BACKEND_GROUP}, "

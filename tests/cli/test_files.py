@@ -15,7 +15,7 @@ from moereg.errors import ArgumentError
 from moereg.registry import REGISTRY
 from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules, own_modules
-from tests.cli.command import SIZES, Call, CallJson, run_module, strict_json
+from tests.cli.command import SIZES, Call, CallJson, run_module, run_python, strict_json
 from tests.project.test_author_pages import blocks_of
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
@@ -103,10 +103,20 @@ def test_verify_interprets_a_file_in_triton_and_says_what_that_shows(triton_file
     code, out, err = call(f"verify {triton_file} --check deciding --check permute --check {ODD}")
     assert code == 0, out + err
     plain = " ".join(out.split())
-    assert "imitated: this shows numbers, not hardware; Triton's interpreter" in plain
+    assert "imitated: this shows numbers, not hardware; Triton's interpreter, for one, compiles nothing" in plain
     assert "my_triton: 3 checks passed" in plain
     assert plain.endswith("moereg_api = '1' in its module, and imports of kernel libraries inside functions alone; "
                           "moereg new-backend writes one")  # fmt: skip
+
+
+@without_gpu
+def test_verify_interprets_in_one_process_too(triton_file: Path) -> None:
+    """Where nobody has set TRITON_INTERPRET, listing the checks imports Triton before the first check runs."""
+    line = f"-m moereg verify {triton_file} --no-isolate --check {ODD}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = run_python(*line.split(), env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "my_triton: 1 check passed" in done.stdout
 
 
 WRONG = {
