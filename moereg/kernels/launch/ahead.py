@@ -209,7 +209,9 @@ def become(target: Target) -> Callable[[], list[Variant]]:
     tune = Autotuner.run
 
     def tune_again(self: Any, *arguments: Any, **options: Any) -> Any:
-        self.cache.clear()  # Otherwise later calls would launch one configuration only.
+        # Nothing is timed, so no choice may be kept: not on disk, nor for later calls, which would launch it alone.
+        self.cache_results = False
+        self.cache.clear()
         return tune(self, *arguments, **options)
 
     JITFunction._do_compile = ask
