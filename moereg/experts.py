@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import ClassVar, Final, TypeAlias
 
@@ -81,6 +82,13 @@ class Gradients:
     accumulate: bool = False
 
 
+def _is_interpreted(value: object) -> bool:
+    """Whether this is a Triton kernel that runs in the interpreter. Its class is known by name: nothing is imported."""
+    while type(value).__module__ == "triton.runtime.autotuner":  # autotune and heuristics wrap a kernel.
+        value = getattr(value, "fn", None)
+    return type(value).__module__ == "triton.runtime.interpreter"
+
+
 class Experts(abc.ABC):
     """One way to run the experts of one layer; holds no tensors.
 
@@ -151,8 +159,13 @@ class Experts(abc.ABC):
 
     @classmethod
     def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """Torch device types whose tensors this reads when it runs for `platform`."""
-        return (platform.device_type,)
+        """Torch device types whose tensors this reads when it runs for `platform`.
+
+        The platform's, and the CPU if Triton's interpreter runs the kernels that the class's module names.
+        """
+        names = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+        is_interpreted = any(_is_interpreted(value) for value in names.values())
+        return (platform.device_type, "cpu") if is_interpreted else (platform.device_type,)
 
     @classmethod
     def tuning_state(cls) -> str:

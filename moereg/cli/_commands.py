@@ -433,7 +433,7 @@ def verify(
         change = quarantine_failures(report, not check, lambda found: run_again(found, isolate, check_seconds))
 
     def show() -> None:
-        show_verify(report)
+        show_verify(report, modules)
         if ledger is not None:
             print(f"{len(recorded)} of {len(report.cells)} cells are recorded in {ledger}")
         if change is not None:

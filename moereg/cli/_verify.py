@@ -18,10 +18,22 @@ from moereg.cli._output import console, print_aside
 from moereg.cli._progress import phase
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
+from moereg.registry import API_VERSION
 from moereg.selection.modules import import_modules, is_file_name
+from moereg.selection.plugin_status import BACKEND_GROUP
 from moereg.testing.check import CellName, Outcome, Report, Result, chosen_machine
 from moereg.testing.diagnosis import causes_in, split_message
 from moereg.testing.suite import verify
+
+_IMITATED: Final = (
+    "imitated: this shows numbers, not hardware; Triton's interpreter, for one, compiles nothing, runs programs one "
+    "after another, and takes an autotuner's first configuration"
+)
+_AS_PLUGIN: Final = (
+    f"to install it as a plugin, a package also needs an entry point in the group {BACKEND_GROUP}, "
+    f"moereg_api = {API_VERSION!r} in its module, and imports of kernel libraries inside functions alone; "
+    "moereg new-backend writes one"
+)
 
 _EVERY_SECONDS: Final = 20.0
 _MOST_SHOWN: Final = 12
@@ -107,7 +119,8 @@ def record_verified(report: Report, path: Path, modules: Sequence[str]) -> tuple
     return tuple(cells)
 
 
-def show_verify(report: Report) -> None:
+def show_verify(report: Report, modules: Sequence[str]) -> None:
+    """Prints the report, and what a file of these modules lacks as a plugin if it passed."""
     target = console(sys.stdout)
     device = f" ({one_line(report.device)})" if report.device else ""
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
@@ -126,6 +139,8 @@ def show_verify(report: Report) -> None:
         target.print(f"and {len(by_cause) - _MOST_SHOWN} more kinds of failures; --json has all of them")
     for cell, reason in report.idle.items():
         target.print(f"{cell} cannot run here: {reason}")
+    if report.imitated:
+        target.print(_IMITATED)
     if report.unchecked:
         target.print(f"not checked on this machine: {', '.join(report.unchecked)}")
     for note in report.notes:
@@ -135,6 +150,8 @@ def show_verify(report: Report) -> None:
     for reason, count in skipped.items():
         target.print(f"{count} skipped: {reason}")
     target.print(_verdict(report))
+    if report.passed and any(map(is_file_name, modules)):
+        target.print(_AS_PLUGIN)
 
 
 def _row(report: Report, cell: CellName) -> list[str | Text]:

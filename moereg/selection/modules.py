@@ -79,6 +79,11 @@ def registers(module: str, cell: Cell) -> bool:
     return f"{cell.implementation.__module__}.".startswith(f"{name}.")
 
 
+def is_of_file(cell: Cell) -> bool:
+    """Whether a cell was registered by a file that was named, not by a module or a plugin."""
+    return cell.origin == f"{cell.implementation.__module__}.py"
+
+
 def own_modules(name: str = "", is_needed: bool = False) -> tuple[str, ...]:
     """The modules in which this process registered a backend that no distribution brings, as another can import them.
 

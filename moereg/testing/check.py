@@ -130,9 +130,14 @@ class Check:
 
 
 def chosen_machine(name: str) -> Platform | None:
-    """The named platform for this machine: itself, its CPU, or one of another device, which classes may imitate."""
+    """The named platform for this machine: itself, its CPU, or one of another device, which classes may imitate.
+
+    Beside a GPU, `TRITON_INTERPRET=1` means its CPU where none is named: interpreted kernels are none of a GPU.
+    """
     if not name:
-        return None
+        if os.environ.get("TRITON_INTERPRET") != "1" or current_platform().device_type != "cuda":
+            return None
+        name = "cpu"
     here, named = current_platform(), Platform.from_name(name)
     if named.kind == here.kind and named.arch in ("", here.arch):
         return here

@@ -32,6 +32,7 @@ from moereg.prepare_finalize import local_prepare_finalize
 from moereg.registry import BackendCell
 from moereg.runtime.gc_pause import collecting_later
 from moereg.selection.loader import list_cells
+from moereg.selection.modules import is_of_file
 from moereg.selection.request import Request
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.cases import (
@@ -229,6 +230,7 @@ def kernel_libraries(cell: BackendCell) -> frozenset[str]:
 def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
     """The predicate answers every problem on every claimed platform with well-formed reasons, and imports nothing.
 
+    A file that is named may import what it likes: nobody imports it who did not ask for it.
     `watch` has watched imports since before the backend was imported, if this process imported it.
     """
     named = [rule.instance for rule in cell.rules if rule.instance is not None]
@@ -241,9 +243,10 @@ def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
             assert reason.text[:1].islower(), f"a reason must be a lowercase clause, got {reason.text!r} {where}"
     package = cell.experts.__module__.partition(".")[0]
     own = f"{package}.backends" if package == __name__.partition(".")[0] else package
-    imported = sorted(watch.imported_by(own) & kernel_libraries(cell))
+    imported = [] if is_of_file(cell) else sorted(watch.imported_by(own) & kernel_libraries(cell))
     assert not imported, (
-        f"choosing a backend imports {', '.join(imported)}; import it in permute_weights and apply alone"
+        f"choosing a backend imports {', '.join(imported)}; import it in permute_weights and apply alone, for every "
+        "process that chooses imports a plugin (a file that is named may import it anywhere)"
     )
 
 

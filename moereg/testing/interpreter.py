@@ -9,6 +9,8 @@ import dataclasses
 import inspect
 import logging
 import operator
+import os
+import traceback
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -41,13 +43,14 @@ def patch_interpreter() -> None:
     A lane that accesses memory outside the argument that its address came from raises an `OutOfBoundsError`. A view
     counts as its own extent, and masked lanes may point anywhere.
 
-    Kernels made of many small operations also take less than half of the time.
+    An autotuner runs its first configuration: there is nothing to time. Kernels made of many small operations also take
+    less than half of the time.
 
     Mutates Triton's interpreter for the whole process, and the constructors of its language's blocks and tensors, with
     equal results; compiled kernels are not touched.
     """
     import triton.language as tl
-    from triton.runtime import interpreter
+    from triton.runtime import autotuner, interpreter
 
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.create_dot, "_patched_by_moereg", False):
@@ -165,7 +168,19 @@ def patch_interpreter() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     _keep_what_is_made_again(interpreter)
     _patch_once_a_launch(interpreter)
+    _take_first_configuration(autotuner.Autotuner)
     check_pointers(interpreter)
+
+
+def _take_first_configuration(tuner: Any) -> None:
+    """Leaves autotuners one configuration; with more, Triton asks for a driver, which a CPU lacks."""
+    run = tuner.run
+
+    def run_first(self: Any, *args: Any, **named: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **named)
+
+    tuner.run = run_first
 
 
 def _keep_what_is_made_again(interpreter: Any) -> None:
@@ -262,6 +277,14 @@ class OutOfBoundsError(Exception):
     """An unmasked lane accesses memory outside the argument that its address was derived from."""
 
 
+def _line() -> str:
+    """The innermost running line of an interpreted kernel, as `my_triton.py:31`."""
+    for frame, line in traceback.walk_stack(None):
+        if frame.f_globals["__name__"].partition(".")[0] != "triton" and frame.f_globals is not globals():
+            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    raise AssertionError("a kernel runs")
+
+
 class _Launch:
     """The tensor arguments of one launch. Number 0 stands for addresses that a kernel loaded from memory."""
 
@@ -301,7 +324,7 @@ class _Launch:
             number = min(max(int(np.ravel(numbers)[lane]), 0), len(self.tensors) - 1)
             raise OutOfBoundsError(
                 f"{self.kernel.__name__}: {access} of {width} bytes at byte {int(np.ravel(offsets)[lane])} of "
-                f"{self._name(number)!r}, which has {int(np.ravel(extents)[lane])} bytes (lane {lane})"
+                f"{self._name(number)!r}, which has {int(np.ravel(extents)[lane])} bytes (lane {lane} in {_line()})"
             )
         return pointers & _ADDRESS_MASK
 

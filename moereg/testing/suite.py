@@ -358,9 +358,10 @@ def verify(
                 progress(place + 1, len(chosen), results[-1])
     finally:
         worker.stop()
+    cells = [*(result.check.cell for result in results), *suite.report.idle]
     return dataclasses.replace(
         suite.report,
-        backend=name or ",".join(dict.fromkeys(result.check.cell.backend for result in results)),
+        backend=name or ",".join(dict.fromkeys(cell.backend for cell in cells)),
         seed=seed,
         results=tuple(results),
         seconds=time.monotonic() - start,

@@ -279,7 +279,8 @@ def _is_interpreting() -> bool:
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
     """Within this context imported kernels run in Triton's interpreter if there is no GPU."""
-    if "TRITON_INTERPRET" in os.environ or "triton" in sys.modules or not _is_interpreting():
+    is_compiling = "triton" in sys.modules and "triton.runtime.interpreter" not in sys.modules
+    if "TRITON_INTERPRET" in os.environ or is_compiling or not _is_interpreting():
         yield
         return
     os.environ["TRITON_INTERPRET"] = "1"

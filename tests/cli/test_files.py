@@ -1,4 +1,4 @@
-"""A file that registers a backend, with every command: the one that the page for authors begins with."""
+"""Files that register a backend, with every command: those of the page for authors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from moereg.errors import ArgumentError
 from moereg.registry import REGISTRY
 from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules, own_modules
-from tests.cli.command import SIZES, Call, CallJson, run_module, strict_json
+from tests.cli.command import SIZES, Call, CallJson, run_module, run_python, strict_json
 from tests.project.test_author_pages import blocks_of
 
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
 pytestmark = pytest.mark.usefixtures("one_thread", "ceilings")
 
-((NAME, _, SOURCE),) = [block for block in blocks_of("backend-authors.md") if block[0].endswith(".py")]
+(NAME, _, SOURCE), (TRITON_NAME, _, TRITON_SOURCE) = [
+    block for block in blocks_of("backend-authors.md") if block[0].endswith(".py")
+]
 
 
 @pytest.fixture
@@ -62,6 +66,106 @@ def test_other_commands_know_it(file: Path, call: Call, call_json: CallJson) -> 
     assert "my_kernel" in {backend["name"] for backend in found["backends"]}
     _, found = call_json(f"schemes --module {file} --platform cpu")
     assert "my_kernel" in next(row["backends"] for row in found["schemes"] if row["name"] == "unquantized")
+
+
+@pytest.fixture
+def triton_file(file: Path) -> Path:
+    """The page's file in Triton, which is imported at its top."""
+    path = file.with_name(TRITON_NAME)
+    path.write_text(TRITON_SOURCE)
+    return path
+
+
+@without_gpu
+def test_commands_take_a_file_that_imports_triton(
+    triton_file: Path, call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEREG_TUNING", str(triton_file.with_name("tuning.json")))
+    code, out, _ = call(f"explain {triton_file} {SIZES} --platform h100 --prefer my_triton")
+    assert code == 0
+    assert "my_triton of my_triton.py: preferred by the request" in out
+    _, found = call_json(f"info {triton_file}")
+    assert "my_triton" in {backend["name"] for backend in found["backends"]}
+    code, out, err = call(f"tune {triton_file} {SIZES} --platform cpu --dry-run")
+    assert (code, "my_triton of my_triton.py" in " ".join((out + err).split())) == (0, True), err
+    code, found = call_json(f"run {triton_file} {SIZES} --tokens 4 --platform cpu")
+    reasons = {each["backend"]: each["reasons"] for each in found["selection"]["decisions"]}
+    assert (code, found["passed"]) == (0, True)
+    assert "requires platform in (cuda:sm80+), got cpu" in json.dumps(reasons["my_triton"])
+
+
+FIRST = "numbers/MyTritonExperts/cuda:sm80+/unquantized/E6-H128"
+ODD = "numbers/MyTritonExperts/cuda:sm80+/unquantized/E6-H72"
+
+
+@without_gpu
+def test_verify_interprets_a_file_in_triton_and_says_what_that_shows(triton_file: Path, call: Call) -> None:
+    code, out, err = call(f"verify {triton_file} --check deciding --check permute --check {ODD}")
+    assert code == 0, out + err
+    plain = " ".join(out.split())
+    assert "imitated: this shows numbers, not hardware; Triton's interpreter, for one, compiles nothing" in plain
+    assert "my_triton: 3 checks passed" in plain
+    assert plain.endswith("moereg_api = '1' in its module, and imports of kernel libraries inside functions alone; "
+                          "moereg new-backend writes one")  # fmt: skip
+
+
+@without_gpu
+def test_verify_interprets_in_one_process_too(triton_file: Path) -> None:
+    """Where nobody has set TRITON_INTERPRET, listing the checks imports Triton before the first check runs."""
+    line = f"-m moereg verify {triton_file} --no-isolate --check {ODD}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = run_python(*line.split(), env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "my_triton: 1 check passed" in done.stdout
+
+
+WRONG = {
+    "swapped": ("total * tl.sigmoid(total) * up", "up * tl.sigmoid(up) * total", FIRST, "gate and up swapped"),
+    "off by one": ("expert * (2 if GATED else 1)", "(expert + 1) % 6 * (2 if GATED else 1)", FIRST, "off by one"),
+    "tail": (
+        " & (k[None, :] < K), other",
+        ", other",
+        ODD,
+        "grouped_product: load of 2 bytes at byte 144 of 'x'",
+    ),
+    "store": ("(route >= 0) & (column < N))", "route >= 0)", ODD, "bytes (lane 8 in my_triton.py:38)"),
+}
+
+
+@without_gpu
+@pytest.mark.parametrize(("right", "wrong", "check", "message"), WRONG.values(), ids=WRONG)
+def test_usual_mistakes_in_triton_are_named(
+    triton_file: Path, call: Call, right: str, wrong: str, check: str, message: str
+) -> None:
+    assert right in TRITON_SOURCE
+    triton_file.write_text(TRITON_SOURCE.replace(right, wrong))
+    code, out, _ = call(f"verify {triton_file} --no-isolate --check {check}")
+    assert code == 1
+    assert message in " ".join(out.split())
+    assert "to install it as a plugin" not in out
+
+
+@without_gpu
+def test_what_cannot_run_here_has_a_reason_and_a_name(file: Path, call_json: CallJson) -> None:
+    file.write_text(SOURCE.replace('("cpu", "cuda:sm80+")', '("cuda:sm80+",)'))
+    for options in ("", "--platform cuda:sm90"):
+        code, report = call_json(f"verify {file} {options} --no-isolate --check permute")
+        assert (code, report["passed"], report["backend"]) == (3, None, "my_kernel")
+        assert report["cells"][0]["reason"] == "requires platform in (cuda:sm80+), got cpu"
+
+
+@pytest.mark.slow
+def test_a_module_may_not_import_what_a_file_may(triton_file: Path) -> None:
+    """Every process that chooses imports a plugin's module; it takes a process that has not imported Triton yet."""
+    package = triton_file.parent / "site"
+    package.mkdir()
+    (package / "as_module.py").write_text(TRITON_SOURCE)
+    paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+    done = run_module("verify --module as_module --check deciding", PYTHONPATH=paths)
+    assert done.returncode == 1
+    message = "choosing a backend imports triton; import it in permute_weights and apply alone, for every process"
+    assert message in " ".join(done.stdout.split())
+    assert run_module(f"verify {triton_file} --check deciding").returncode in (0, 3)
 
 
 def test_two_files_and_a_module_go_together(file: Path, call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +264,15 @@ def test_processes_that_a_command_starts_know_it(file: Path, line: str) -> None:
     done = run_module(line.replace("FILE", NAME), file.parent, MOEREG_REQUIRE="my_kernel")
     assert done.returncode == 0, done.stderr
     assert "my_kernel" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_configuration_of_an_autotuner_is_compiled_ahead(triton_file: Path) -> None:
+    line = f"compile {TRITON_NAME} {SIZES} --platform cuda:sm90 --tokens 1,64 --jobs 1 --require my_triton --json"
+    done = run_module(line, triton_file.parent, TRITON_CACHE_DIR=str(triton_file.parent / "cache"))
+    assert done.returncode == 0, done.stderr
+    kernels = strict_json(done.stdout)["kernels"]
+    assert [kernel["name"] for kernel in kernels] == ["my_triton:grouped_product"] * 4
 
 
 @pytest.mark.slow

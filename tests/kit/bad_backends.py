@@ -101,15 +101,6 @@ class SwappedExperts(GoodExperts):
         )
 
 
-@bad("importing_predicate")
-class ImportingPredicateExperts(GoodExperts):
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        import triton  # noqa: F401
-
-        return []
-
-
 @bad("picky")
 class PickyExperts(GoodExperts):
     """Right, and with a rule that facts cannot say."""

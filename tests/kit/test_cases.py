@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
-from moereg.author import Facts, MoEProblem, Platform
+from moereg.author import Experts, Facts, MoEProblem, Platform
 from moereg.registry import BackendCell
 from moereg.spec.activations import ACTIVATIONS
-from moereg.testing import cases, checks, drawing, suite
+from moereg.testing import cases, check, checks, drawing, suite
 from moereg.testing.cases import (
     GPU_TOKENS,
     TOKENS,
@@ -167,6 +171,32 @@ def test_a_platform_that_nothing_imitates_here_is_a_reason(monkeypatch: pytest.M
     assert cases.machine() == before
     there = "requires platform in (cuda:sm90), got cpu"
     assert found == [there, "requires cuda:sm90, or device_types that imitate it, got cpu"]
+
+
+def test_interpreted_kernels_beside_a_gpu_run_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "current_platform", lambda: Platform.from_name("cuda:sm90"))
+    for value, kind in (("1", "cpu"), ("0", None)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        found = check.chosen_machine("")
+        assert (found and found.kind) == kind
+
+
+def test_a_class_reads_cpu_tensors_if_its_module_has_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel() -> None: ...
+
+    experts: type[Experts] = type("PlainExperts", (Experts,), {"__module__": __name__})
+    hopper, interpreted = Platform.from_name("cuda:sm90"), InterpretedFunction(kernel)
+    tuned = triton.autotune([triton.Config({}), triton.Config({}, num_warps=8)], key=[])(interpreted)
+    heuristic = triton.heuristics({})(tuned)
+    assert experts.device_types(hopper) == ("cuda",)
+    for value in (interpreted, tuned, heuristic):
+        monkeypatch.setattr(sys.modules[__name__], "KERNEL", value, raising=False)
+        assert experts.device_types(hopper) == ("cuda", "cpu")
+    for value in (kernel, triton.Config({}), JITFunction(kernel)):
+        monkeypatch.setattr(sys.modules[__name__], "KERNEL", value)
+        assert experts.device_types(hopper) == ("cuda",)
+    monkeypatch.delitem(sys.modules, __name__)
+    assert experts.device_types(hopper) == ("cuda",)
 
 
 def drawn_of(cell: BackendCell, number: int, limits: drawing.Limits = NATIVE) -> list[DrawnLayer]:

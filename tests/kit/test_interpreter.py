@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -31,6 +33,10 @@ def _write(out, fails):  # type: ignore[no-untyped-def]
     tl.static_assert(not fails)
     places = tl.arange(0, 4)
     tl.store(out + places, add_two(add_two(places)))
+
+
+def _store_size(out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out + tl.program_id(0), SIZE)
 
 
 # Not `triton.jit`, which compiles where there is a device.
@@ -214,6 +220,23 @@ def test_a_number_that_is_half_outside_is_an_error() -> None:
     out, kernel = torch.zeros(4), interpreter.InterpretedFunction(_copy_by_number)
     with pytest.raises(OutOfBoundsError, match="load of 4 bytes at byte 12 of 'x', which has 14 bytes"):
         kernel[(1,)](out, torch.zeros(16, dtype=torch.uint8)[:14], 0, 0)
+
+
+def test_the_line_that_leaves_a_tensor_is_named() -> None:
+    line = inspect.getsourcelines(_copy_by_number)[1] + 2  # Of its load.
+    kernel = interpreter.InterpretedFunction(_copy_by_number)
+    with pytest.raises(OutOfBoundsError, match=rf"\(lane 3 in test_interpreter.py:{line}\)$"):
+        kernel[(1,)](torch.zeros(4), torch.zeros(16, dtype=torch.uint8)[:14], 0, 0)
+
+
+def test_an_autotuner_takes_its_first_configuration() -> None:
+    kernel: Any = interpreter.InterpretedFunction(_store_size)
+    configurations = [triton.Config({"SIZE": size}) for size in (4, 8)]
+    for grid in ((1,), lambda meta: (meta["SIZE"] // 4,)):
+        out = torch.zeros(2, dtype=torch.int32)
+        triton.autotune(configurations, key=[])(kernel)[grid](out)
+        assert out.tolist() == [4, 0]
+    assert len(configurations) == 2
 
 
 def test_masked_lanes_may_point_anywhere() -> None:

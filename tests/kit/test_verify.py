@@ -71,7 +71,6 @@ BROKEN = {
     "raises_exit": ("numbers", "failed", "raised in SystemExitExperts.apply: SystemExit: no"),
     "hoards": ("numbers", "crashed", "of memory in spoil of bad_backends.py"),
     "floods": ("numbers", "crashed", "to its standard streams in spoil of bad_backends.py"),
-    "importing_predicate": ("deciding", "failed", "choosing a backend imports triton"),
 }
 
 

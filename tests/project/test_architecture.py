@@ -68,8 +68,11 @@ def code(text: str) -> Iterator[str]:
     """Code spans, and the lines of console blocks without their prompts and comments."""
     for block in re.findall(r"^ *```console\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
         yield from (line.strip().removeprefix("$ ").partition("  #")[0].strip() for line in block.splitlines())
-    without_blocks = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks))
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks(text)))
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @functools.cache
@@ -124,7 +127,7 @@ def wrong_commands(text: str) -> list[str]:
 
 def broken_links(text: str, folder: Path) -> list[str]:
     broken = []
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", without_blocks(text)):
         path, _, anchor = target.partition("#")
         exists = not path or (folder / path).exists()
         if not exists or (anchor and anchor not in _anchors((folder / path).read_text() if path else text)):
