@@ -33,15 +33,7 @@ _FILES: Final = {
     "test.py": "tests/test_@name@.py",
 }
 
-_TECHNOLOGIES: Final = {
-    "torch": {"technology": "plain torch", "imports": "import torch", "platforms": 'platforms=("cpu", "cuda:sm80+")'},
-    "triton": {
-        "technology": "Triton",
-        "imports": "import triton\nimport triton.language as tl",
-        "platforms": 'platforms=("cuda:sm80+",), requires=("triton>=3.4",)',
-    },
-}
-"""What the backend's template says where no file is given; its kernel is the template `NAME_kernel`."""
+_KERNELS: Final = ("torch_kernel", "triton_kernel")
 
 
 def show_wheel(written: Mapping[str, Any], is_complete: bool) -> None:
@@ -52,25 +44,21 @@ def show_wheel(written: Mapping[str, Any], is_complete: bool) -> None:
         print(f"  {path}")
     print("it works as it is:")
     print(f"  pip install -e {folder}  # and pytest for its tests")
-    kernel = f"src/{written['package']}/kernels.py"
-    # Kernels of GPUs alone are explained as on one.
-    platform = " --platform cuda:sm90" if kernel in written["files"] else ""
+    module = written["files"][-1]
+    # A kernel of GPUs alone is explained as on one.
+    platform = " --platform cuda:sm90" if module.endswith("kernels.py") else ""
     print(f"  moereg explain --model qwen3-30b-a3b{platform} --prefer {written['name']}")
     print(f"  moereg verify {written['name']}")
     if not is_complete:
-        print(f"put your kernel into {kernel if platform else kernel.replace('kernels', 'backend')}")
+        print(f"put your kernel into {module}")
 
 
 def write_wheel(
     name: str, directory: Path | None = None, source: Path | None = None, is_triton: bool = False
 ) -> dict[str, Any]:
-    """Writes the source of a plugin with one backend; returns the object that `moereg new-backend --json` prints.
+    """Writes the source of a plugin with the backend of a file, or one with a kernel in torch or Triton.
 
-    Args:
-        name: Of the backend.
-        directory: Folder to write into, new or empty.
-        source: The file with the backend; a template if left out.
-        is_triton: Whether that template's kernel is Triton.
+    Returns the object that `moereg new-backend --json` prints.
     """
     distribution = _distribution(name)
     package = distribution.replace("-", "_")
@@ -83,10 +71,17 @@ def write_wheel(
     }
     folder = Path(distribution) if directory is None else directory
     contents = {_filled(path, words): _filled(_template(kind), words) for kind, path in _FILES.items()}
-    technology = "triton" if is_triton else "torch"
-    words |= {**_TECHNOLOGIES[technology], "kernel": _template(f"{technology}_kernel")}
-    text = _filled(_template("backend.py"), words) if source is None else _read(source)
-    modules = plugin_modules(text, str(source or technology), name, package)
+    words["imports"], words["kernel"] = _template(_KERNELS[is_triton]).split("\n\n\n", 1)
+    words["platforms"] = 'platforms=("cuda:sm80+",),\n    requires=("triton>=3.4",)'
+    if not is_triton:
+        words["platforms"] = 'platforms=("cpu", "cuda:sm80+")'
+    try:
+        text = _filled(_template("backend.py"), words) if source is None else source.read_text(encoding="utf-8")
+        modules = plugin_modules(text, name, package)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(
+            f"--from must name a file that can become a plugin, got {shown(str(source))}: {error}"
+        ) from error
     contents |= {f"src/{package}/{path}": text for path, text in modules.items()}
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -111,13 +106,6 @@ def write_wheel(
 
 def _template(name: str) -> str:
     return (_TEMPLATES / f"{name}.template").read_text(encoding="utf-8")
-
-
-def _read(source: Path) -> str:
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--from must name a file that registers a backend, got {shown(str(source))}: {error}") from error
 
 
 def _distribution(name: str) -> str:

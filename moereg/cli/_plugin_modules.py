@@ -1,7 +1,7 @@
 """Makes the modules of a plugin out of one file that registers a backend.
 
-Every process that chooses imports `backend.py`. If the file imports a kernel library at its top, that has its classes
-alone, and `kernels.py` has all else, which the classes' methods import when they run.
+Every process that chooses imports `backend.py`. So what needs a kernel library when it is imported moves to
+`kernels.py`, and the methods of classes import it when they run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import ast
 import re
 from typing import Final
 
-from moereg.cli._options import UsageError
-from moereg.errors import shown
 from moereg.registry import API_VERSION
 from moereg.testing.checks import KERNEL_LIBRARIES
 
@@ -30,73 +28,74 @@ _DEVICE_TYPES: Final = '''
 '''
 
 
-def plugin_modules(source: str, file: str, name: str, package: str) -> dict[str, str]:
-    """The text of `backend.py`, and of `kernels.py` if there is one.
+def plugin_modules(source: str, name: str, package: str) -> dict[str, str]:
+    """The text of `backend.py`, and of `kernels.py` if the file imports kernel libraries at its top.
 
     Raises:
-        UsageError: The file does not register that backend alone, or a class needs a kernel library outside of methods.
+        SyntaxError: The source is not Python.
+        ValueError: It does not register that backend alone, or a class needs a kernel library outside of its methods.
     """
-    if (found := set(re.findall(r"register_moe_backend\(\s*(?:name\s*=\s*)?[\"'](\w+)", source))) != {name}:
-        raise UsageError(
-            f"--from must register {name!r} alone, since a plugin's entry point has its backend's name, got "
-            f"{', '.join(sorted(map(repr, found))) or 'none'} in {shown(file)}; name the plugin like the backend"
-        )
-    try:
-        body = ast.parse(source).body
-    except SyntaxError as error:
-        raise UsageError(f"--from must name a file of Python, got {shown(file)}: {error}") from error
-    lines = source.splitlines(keepends=True)
-    starts = [0, *(_end(node) for node in body)]
-    # Statements with the comments above them.
-    spans = {node: slice(start, _end(node)) for start, node in zip(starts, body, strict=False)}
-    libraries = [node for node in body if _imports_library(node, "".join(lines[spans[node]]))]
-    imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) and node not in libraries]
-    kept = [*body[: ast.get_docstring(ast.Module(body, [])) is not None], *imports]
-    kept += [node for node in body if isinstance(node, ast.ClassDef) and node.decorator_list] if libraries else body
-    moved = [node for node in body if node not in kept]
-    names = set().union(*map(_bound, moved))
-    for node in kept:
+    found = {*re.findall(r"register_moe_backend\W+(?:name\s*=\s*)?[\"'](\w+)", source)}
+    if found - {name} or "register_moe_backend" not in source:
+        others = ", ".join(sorted(map(repr, found))) or "none"
+        raise ValueError(f"it must register {name!r} alone, got {others}; name the plugin like the backend")
+    body, lines = ast.parse(source).body, source.splitlines(keepends=True)
+    ends = [node.end_lineno or 0 for node in body]
+    # A statement's lines include the comments above it.
+    spans = {node: slice(*span) for node, span in zip(body, zip([0, *ends], ends, strict=False), strict=True)}
+    moved = libraries = [node for node in body if _imports_library(node, "".join(lines[spans[node]]))]
+    names = set[str]()
+    while (bound := set[str]().union(*map(_bound, moved))) != names:
+        names = bound
+        moved = [node for node in body if node in libraries or _read_at_once(node) & names]
+    kept = [node for node in body if node not in moved]
+    for node in (*kept, *moved):
         if isinstance(node, ast.ClassDef) and moved:
-            _import_in_methods(node, names, f"{package}.kernels", file, lines)
-    if "moereg_api" not in set().union(*map(_bound, body)):
-        lines[_end(imports[-1]) - 1] += _API
+            _import_in_methods(node, names, f"{package}.kernels", lines)
+    imports = [node for node in kept if isinstance(node, (ast.Import, ast.ImportFrom))]
+    own = set[str]().union(*(_bound(node) for node in kept if node not in imports))
+    if "moereg_api" not in own:
+        lines[spans[(imports or kept)[-1]].stop - 1] += _API
     texts = {node: "".join(lines[span]) for node, span in spans.items()}
-    blank = {node: text[: len(text) - len(text.lstrip("\n"))] for node, text in texts.items()}
-    backend = "".join(texts[node] if node in kept else blank[node] for node in body)
-    modules = {"backend.py": re.sub(r"\n{4,}", "\n\n\n", backend)}
+    backend = (texts[node] if node in kept else "\n" * texts[node].startswith("\n") for node in body)
+    modules = {"backend.py": re.sub(r"\n{4,}", "\n\n\n", "".join(backend))}
     if moved:
-        read = _read(*moved) | {"annotations"}
-        copied = (ast.unparse(node) + "\n" for node in imports if _bound(node) & read)
-        head = f'"""What the methods of `{package}.backend` run."""\n\n'
-        modules["kernels.py"] = head + "".join([*copied, *(texts[node] for node in moved)])
+        read = _read(*moved)
+        head = [f'"""What the methods of `{package}.backend` run."""\n']
+        head += [ast.unparse(node) for node in imports if _bound(node) & (read | {"annotations"})]
+        head += [f"from {package}.backend import {', '.join(sorted(read & own))}"] if read & own else []
+        modules["kernels.py"] = "\n".join([*head, "".join(texts[node] for node in moved)])
     return modules
 
 
-def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, file: str, lines: list[str]) -> None:
-    """Lets the methods of a class import what they read."""
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-    at_once = [each for each in node.body if each not in methods]
-    at_once += [part for each in methods for part in (*each.decorator_list, each.args)]
-    if found := sorted(_read(*node.decorator_list, *node.bases, *at_once) & names):
-        raise UsageError(
-            "--from makes a plugin, which is chosen before kernel libraries are imported: of what stands beside a class, "
-            f"its methods alone may read, got {', '.join(found)} in {node.name} of {shown(file)}; write it into the class"
+def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, lines: list[str]) -> None:
+    """Lets the methods of a class import what they read, and the CPU run it in Triton's interpreter."""
+    if found := sorted(_read_at_once(node) & names):
+        raise ValueError(
+            "a plugin's class is made before kernel libraries are imported and can use them in its methods alone, got "
+            f"{', '.join(found)} elsewhere in {node.name}; move it into a method"
         )
-    for method in methods:
-        if used := sorted(_read(*method.body) & names):
-            first = method.body[0]
-            text = f"{' ' * first.col_offset}from {module} import {', '.join(used)}\n\n"
-            if ast.get_docstring(method) is None:
-                lines[first.lineno - 1] = text + lines[first.lineno - 1]
-            else:
-                lines[_end(first) - 1] += text
-    if "device_types" not in {method.name for method in methods}:
-        lines[_end(node) - 1] += _DEVICE_TYPES
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    used = {method: sorted(_read(*method.body) & names) for method in methods}
+    for method, found in used.items():
+        first = method.body[0]
+        text = f"{' ' * first.col_offset}from {module} import {', '.join(found)}\n\n"
+        place = first.lineno - 1 if ast.get_docstring(method) is None else first.end_lineno or 0
+        while lines[place - 1].lstrip().startswith("#"):
+            place -= 1
+        lines[place] = text * bool(found) + lines[place]
+    if any(used.values()) and "device_types" not in {method.name for method in methods}:
+        lines[(node.end_lineno or 0) - 1] += _DEVICE_TYPES
 
 
-def _end(node: ast.stmt) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno
+def _read_at_once(node: ast.stmt) -> set[str]:
+    """Names that a statement needs where it stands: of a class not what its methods read, but of a function all."""
+    if not isinstance(node, ast.ClassDef):
+        return _read(node)
+    parts: list[ast.AST] = [*node.decorator_list, *node.bases]
+    for each in node.body:
+        parts += [*each.decorator_list, each.args] if isinstance(each, ast.FunctionDef) else [each]
+    return _read(*parts)
 
 
 def _imports_library(node: ast.stmt, text: str) -> bool:
@@ -108,8 +107,9 @@ def _bound(node: ast.stmt) -> set[str]:
     """Names that a statement of a module defines."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
-    stored = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    return stored | {(each.asname or each.name).partition(".")[0] for each in ast.walk(node) if isinstance(each, ast.alias)}
+    found = list(ast.walk(node))
+    aliases = {(each.asname or each.name).partition(".")[0] for each in found if isinstance(each, ast.alias)}
+    return aliases | {each.id for each in found if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _read(*nodes: ast.AST) -> set[str]:

@@ -185,18 +185,9 @@ class LayerCall:
                 f"the weights are {weights.scheme.description} but the problem says {problem.quant.description}; make "
                 "both name the checkpoint's scheme"
             )
-        return cls(
-            problem,
-            weights,
-            tokens=hidden_states.to(dtype),
-            topk_weights=topk_weights,
-            topk_ids=topk_ids.long(),
-            expert_map=expert_map,
-            local_ids=local_expert_of_each(problem, topk_ids, expert_map),
-            scheme=scheme,
-            dtype=dtype,
-            scales_input=problem.apply_router_weight_on_input,
-        )
+        routes = topk_ids.long(), expert_map, local_expert_of_each(problem, topk_ids, expert_map)
+        scales_input = problem.apply_router_weight_on_input
+        return cls(problem, weights, hidden_states.to(dtype), topk_weights, *routes, scheme, dtype, scales_input)
 
     def output(self) -> torch.Tensor:
         """Computes the output, [T,H] in `dtype`."""
