@@ -35,15 +35,16 @@ def plugin_modules(source: str, name: str, package: str) -> dict[str, str]:
         SyntaxError: The source is not Python.
         ValueError: It does not register that backend alone, or a class needs a kernel library outside of its methods.
     """
+    body, lines = ast.parse(source).body, [f"{line}\n" for line in source.rstrip().split("\n")]
     found = {*re.findall(r"register_moe_backend\W+(?:name\s*=\s*)?[\"'](\w+)", source)}
-    if found - {name} or "register_moe_backend" not in source:
+    used = {getattr(each, "attr", getattr(each, "id", "")) for node in body for each in ast.walk(node)}
+    if found - {name} or "register_moe_backend" not in used:
         others = ", ".join(sorted(map(repr, found))) or "none"
         raise ValueError(f"it must register {name!r} alone, got {others}; name the plugin like the backend")
-    body, lines = ast.parse(source).body, source.splitlines(keepends=True)
-    ends = [node.end_lineno or 0 for node in body]
-    # A statement's lines include the comments above it.
+    # A statement's lines include the comments above it, and the last one's those at the end.
+    ends = [*(node.end_lineno or 0 for node in body[:-1]), len(lines)]
     spans = {node: slice(*span) for node, span in zip(body, zip([0, *ends], ends, strict=False), strict=True)}
-    moved = libraries = [node for node in body if _imports_library(node, "".join(lines[spans[node]]))]
+    moved = libraries = [node for node in body if _imports_library(node)]
     names = set[str]()
     while (bound := set[str]().union(*map(_bound, moved))) != names:
         names = bound
@@ -63,20 +64,22 @@ def plugin_modules(source: str, name: str, package: str) -> dict[str, str]:
         read = _read(*moved)
         head = [f'"""What the methods of `{package}.backend` run."""\n']
         head += [ast.unparse(node) for node in imports if _bound(node) & (read | {"annotations"})]
-        head += [f"from {package}.backend import {', '.join(sorted(read & own))}"] if read & own else []
+        head += [f"from {package}.backend import {', '.join(sorted(read & own))}\n"] if read & own else []
         modules["kernels.py"] = "\n".join([*head, "".join(texts[node] for node in moved)])
     return modules
 
 
 def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, lines: list[str]) -> None:
-    """Lets the methods of a class import what they read, and the CPU run it in Triton's interpreter."""
+    """Lets the methods of a class import what they read, and the CPU run it in Triton's interpreter if it is Triton."""
+    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     if found := sorted(_read_at_once(node) & names):
+        if "apply" not in methods:  # No experts class: it moves.
+            return
         raise ValueError(
             "a plugin's class is made before kernel libraries are imported and can use them in its methods alone, got "
             f"{', '.join(found)} elsewhere in {node.name}; move it into a method"
         )
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-    used = {method: sorted(_read(*method.body) & names) for method in methods}
+    used = {method: sorted(_read(*method.body) & names) for method in methods.values()}
     for method, found in used.items():
         first = method.body[0]
         text = f"{' ' * first.col_offset}from {module} import {', '.join(found)}\n\n"
@@ -84,7 +87,7 @@ def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, lines: 
         while lines[place - 1].lstrip().startswith("#"):
             place -= 1
         lines[place] = text * bool(found) + lines[place]
-    if any(used.values()) and "device_types" not in {method.name for method in methods}:
+    if "triton" in names and any(used.values()) and "device_types" not in methods:
         lines[(node.end_lineno or 0) - 1] += _DEVICE_TYPES
 
 
@@ -98,9 +101,11 @@ def _read_at_once(node: ast.stmt) -> set[str]:
     return _read(*parts)
 
 
-def _imports_library(node: ast.stmt, text: str) -> bool:
-    found = re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.MULTILINE)
-    return not isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not KERNEL_LIBRARIES.isdisjoint(found)
+def _imports_library(node: ast.stmt) -> bool:
+    statements = [] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else list(ast.walk(node))
+    found = {alias.name for each in statements if isinstance(each, ast.Import) for alias in each.names}
+    found |= {each.module or "" for each in statements if isinstance(each, ast.ImportFrom)}
+    return not KERNEL_LIBRARIES.isdisjoint(name.partition(".")[0] for name in found)
 
 
 def _bound(node: ast.stmt) -> set[str]:
@@ -108,8 +113,9 @@ def _bound(node: ast.stmt) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
     found = list(ast.walk(node))
-    aliases = {(each.asname or each.name).partition(".")[0] for each in found if isinstance(each, ast.alias)}
-    return aliases | {each.id for each in found if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    defined = {(each.asname or each.name).partition(".")[0] for each in found if isinstance(each, ast.alias)}
+    defined |= {each.name for each in found if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+    return defined | {each.id for each in found if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _read(*nodes: ast.AST) -> set[str]:

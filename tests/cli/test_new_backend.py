@@ -79,6 +79,8 @@ def test_it_writes_over_nothing(call: Call, tmp_path: Path) -> None:
 
 
 TRITON_FILE = '''"""Adds up in Triton."""
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -88,6 +90,10 @@ _BLOCK = tl.constexpr(128)  # Columns.
 
 
 _LAYOUT = "canonical"
+
+
+class _Tile(NamedTuple):
+    columns: tl.constexpr
 
 
 @triton.jit
@@ -237,7 +243,16 @@ def test_what_needs_a_kernel_library_moves_to_a_module_of_its_own() -> None:
     assert names == ["_add_kernel", "_add"]
     assert "def _columns(rows):" in backend
     assert '_LAYOUT = "canonical"' in backend
-    assert "from p.backend import _columns\nimport triton\nimport triton.language as tl\n" in kernels
+    assert "class _Tile" in kernels
+    assert "class _Tile" not in backend
+    assert (
+        "from typing import NamedTuple\nfrom p.backend import _columns\n\nimport triton\nimport triton.language as tl\n"
+        in kernels
+    )
+    assert "TRITON_INTERPRET" in backend
+    assert "TRITON_INTERPRET" not in "".join(
+        plugin_modules(TRITON_FILE.replace("triton", "quack"), "from_file", "p").values()
+    )
     assert "_BLOCK = tl.constexpr(128)  # Columns.\n" in kernels
     assert "moereg.author import" not in kernels
 
@@ -246,7 +261,7 @@ def test_what_needs_a_kernel_library_moves_to_a_module_of_its_own() -> None:
     ("old", "new", "message"),
     [
         ('"from_file"', '"other"', "must register 'from_file' alone, got 'other'; name the plugin like the backend"),
-        ("register_moe_backend", "other", "must register 'from_file' alone, got none"),
+        ("@register_moe_backend", "@other", "must register 'from_file' alone, got none"),
         ("import torch\n", "import torch(\n", "can become a plugin, got '.*file.py': .*, line 2"),
         ("    layouts =", "    tile = _BLOCK\n    layouts =", "methods alone, got _BLOCK elsewhere in FromFileExperts"),
         ("workspace13, workspace2):", "workspace13, workspace2, n=_BLOCK):", "methods alone, got _BLOCK elsewhere"),
