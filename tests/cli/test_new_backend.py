@@ -6,9 +6,8 @@ import ast
 import importlib
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from moereg.cli._plugin_modules import plugin_modules
 from moereg.registry import BackendCell, BackendRegistry, registering_origin
 from moereg.testing import cases, checks
 from tests.cli.command import ROOT, Call, CallJson, run_python
-from tests.support.console_blocks import Environment
+from tests.support.console_blocks import Command, Environment
 from tests.support.toml import tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,28 +287,21 @@ def test_a_file_brings_its_own_kernel(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], str]:
-    """Runs a line in a fresh environment that has this checkout's wheel, and returns what it prints."""
-    environment = Environment(tmp_path_factory.mktemp("environment"))
-
-    def run(line: str, cwd: Path) -> str:
-        variables = environment.variables
-        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=500, env=variables, cwd=cwd)
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        return done.stdout
-
-    run("pip install moereg", tmp_path_factory.mktemp("anywhere"))
-    return run
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """A fresh one, in which this checkout's wheel is installed."""
+    made = Environment(tmp_path_factory.mktemp("environment"))
+    made.run(Command("pip install moereg", 0, ()), tmp_path_factory.mktemp("anywhere"))
+    return made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--triton", "--from given.py"])
-def test_the_printed_commands_work_as_they_are(options: str, shell: Callable[[str, Path], str], tmp_path: Path) -> None:
+def test_the_printed_commands_work_as_they_are(options: str, environment: Environment, tmp_path: Path) -> None:
     (tmp_path / "given.py").write_text(TRITON_FILE)
     name = "from_file" if "from" in options else "written_triton" if options else "written_torch"
-    printed = shell(f"moereg new-backend {name} {options}", tmp_path).splitlines()
+    printed = environment.run(Command(f"moereg new-backend {name} {options}", 0, ()), tmp_path).splitlines()
     lines = [line.partition("  #")[0] for line in printed if line.startswith(("  pip ", "  moereg "))]
-    installed, explained, verified = (shell(line, tmp_path) for line in lines)
+    installed, explained, verified = (environment.run(Command(line, 0, ()), tmp_path) for line in lines)
     assert "Successfully installed" in installed
     assert re.search(rf"^\W*chosen +{name} +moereg-", explained, re.MULTILINE), explained
     assert re.search(rf"^{name}: \d+ checks passed in", verified, re.MULTILINE), verified
