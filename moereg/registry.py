@@ -18,14 +18,14 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, ParamSpec, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
 from typing_extensions import Unpack
 
 from moereg._version import __version__
 from moereg.arguments import check_flag, check_instance
-from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown
+from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown, unknown_name_message
 from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
 from moereg.spec.facts import Facts, NarrowedFacts, check_facts, disjoint_fact, narrow_facts
@@ -55,6 +55,7 @@ Probe = Callable[[Platform], str | None]
 E = TypeVar("E", bound=type[Experts])
 C = TypeVar("C", bound="Cell")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,6 +249,25 @@ class BackendRegistry(Registry[BackendCell]):
 REGISTRY: Final = BackendRegistry()
 
 
+def checks_keywords(facts: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Names the nearest keyword where one is misspelled; Python would name the argument that is then missing."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = {*inspect.signature(function).parameters, *facts.__annotations__} - {"narrowed"}
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name not in known:
+                    raise RegistrationError(unknown_name_message(f"keyword of {function.__name__}", name, known))
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@checks_keywords(NarrowedFacts)
 def register_moe_backend(
     name: str,
     priority: int,

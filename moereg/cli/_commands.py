@@ -344,12 +344,16 @@ def new_backend(
     directory: Annotated[
         Path | None, option("Folder to write into, new or empty; moereg-NAME here if left out.")
     ] = None,
+    source: Annotated[Path | None, option("File that registers the backend, to put into the plugin.", "--from")] = None,
+    triton: Annotated[bool, option("Write a template whose kernel is Triton.", "--triton")] = False,
 ) -> Result:
-    """Write a wheel with one backend, to put a kernel into."""
+    """Write a plugin package with one backend: yours, or one to put a kernel into."""
     from moereg.cli._new_backend import show_wheel, write_wheel
 
-    written = write_wheel(name, directory)
-    return Result(written, lambda: show_wheel(written))
+    if triton and source is not None:
+        raise UsageError("--from brings its own kernel, and --triton writes one; leave one of them out")
+    written = write_wheel(name, directory, source, triton)
+    return Result(written, lambda: show_wheel(written, is_complete=source is not None))
 
 
 @app.command(cls=LayerCommand)

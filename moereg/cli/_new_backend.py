@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from moereg._version import __version__
 from moereg.cli._options import UsageError
+from moereg.cli._plugin_modules import plugin_modules
 from moereg.errors import ArgumentError, shown
 from moereg.registry import check_name
 from moereg.selection.loader import list_backends, list_cells
@@ -28,27 +29,37 @@ _FILES: Final = {
     "gitignore": ".gitignore",
     "ci.yml": ".github/workflows/test.yml",
     "init.py": "src/@package@/__init__.py",
-    "backend.py": "src/@package@/backend.py",
     "py.typed": "src/@package@/py.typed",
     "test.py": "tests/test_@name@.py",
 }
 
+_KERNELS: Final = ("torch_kernel", "triton_kernel")
 
-def show_wheel(written: Mapping[str, Any]) -> None:
-    """Prints the files that `write_wheel` wrote, and the next steps."""
+
+def show_wheel(written: Mapping[str, Any], is_complete: bool) -> None:
+    """Prints the files that `write_wheel` wrote, and the next steps; one `is_complete` has its author's kernel."""
     folder = shlex.quote(written["directory"])
     print(f"wrote {written['distribution']} into {written['directory']}:")
     for path in written["files"]:
         print(f"  {path}")
     print("it works as it is:")
     print(f"  pip install -e {folder}  # and pytest for its tests")
-    print(f"  moereg explain --model qwen3-30b-a3b --prefer {written['name']}")
+    module = written["files"][-1]
+    # A kernel of GPUs alone is explained as on one.
+    platform = " --platform cuda:sm90" if module.endswith("kernels.py") else ""
+    print(f"  moereg explain --model qwen3-30b-a3b{platform} --prefer {written['name']}")
     print(f"  moereg verify {written['name']}")
-    print(f"put your kernel into src/{written['package']}/backend.py")
+    if not is_complete:
+        print(f"put your kernel into {module}")
 
 
-def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
-    """Writes the source of a plugin with one backend; returns the object that `moereg new-backend --json` prints."""
+def write_wheel(
+    name: str, directory: Path | None = None, source: Path | None = None, is_triton: bool = False
+) -> dict[str, Any]:
+    """Writes the source of a plugin with the backend of a file, or one with a kernel in torch or Triton.
+
+    Returns the object that `moereg new-backend --json` prints.
+    """
     distribution = _distribution(name)
     package = distribution.replace("-", "_")
     words = {
@@ -59,8 +70,19 @@ def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
         "moereg_version": __version__,
     }
     folder = Path(distribution) if directory is None else directory
-    texts = {path: (_TEMPLATES / f"{source}.template").read_text(encoding="utf-8") for source, path in _FILES.items()}
-    contents = {_filled(path, words): _filled(text, words) for path, text in texts.items()}
+    contents = {_filled(path, words): _filled(_template(kind), words) for kind, path in _FILES.items()}
+    words["imports"], words["kernel"] = _template(_KERNELS[is_triton]).split("\n\n\n", 1)
+    words["platforms"] = 'platforms=("cuda:sm80+",),\n    requires=("triton>=3.4",)'
+    if not is_triton:
+        words["platforms"] = 'platforms=("cpu", "cuda:sm80+")'
+    try:
+        text = _filled(_template("backend.py"), words) if source is None else source.read_text(encoding="utf-8")
+        modules = plugin_modules(text, name, package)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(
+            f"--from must name a file that can become a plugin, got {shown(str(source))}: {error}"
+        ) from error
+    contents |= {f"src/{package}/{path}": text for path, text in modules.items()}
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"--directory must be new or empty, got {shown(str(folder))}; name another or empty it")
@@ -80,6 +102,10 @@ def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
         "directory": str(folder),
         "files": list(contents),
     }
+
+
+def _template(name: str) -> str:
+    return (_TEMPLATES / f"{name}.template").read_text(encoding="utf-8")
 
 
 def _distribution(name: str) -> str:

@@ -177,16 +177,24 @@ def _count(outcomes: Sequence[Outcome]) -> str | Text:
 
 
 def _by_cause(failures: Sequence[Result]) -> list[list[Result]]:
-    """Groups one cell's failures by cause, the most common cause first and in each the clearest failure first."""
+    """Groups one cell's failures by cause, the most common cause first and in each the clearest failure first.
+
+    What has a named cause goes first, and drawn layers, which are small and odd, go last.
+    """
     groups = []
     for cell in dict.fromkeys(result.check.cell for result in failures):
         left = [(causes_in(result.outcome.message), result) for result in failures if result.check.cell == cell]
         while left:
             ((common, _),) = collections.Counter(cause for causes, _ in left for cause in causes).most_common(1)
-            group = [(len(causes), result.check.kind == "drawn", result) for causes, result in left if common in causes]
-            groups.append([result for *_, result in sorted(group, key=lambda found: found[:2])])
+            group = [result for causes, result in left if common in causes]
+            groups.append(sorted(group, key=_unclearness))
             left = [(causes, result) for causes, result in left if common not in causes]
-    return groups
+    return sorted(groups, key=lambda group: _unclearness(group[0])[:2])
+
+
+def _unclearness(result: Result) -> tuple[bool, bool, int]:
+    _, causes = split_message(result.outcome.message)
+    return not causes, result.check.kind == "drawn", len(causes)
 
 
 def _show_failures(report: Report, results: Sequence[Result], in_full: bool) -> None:

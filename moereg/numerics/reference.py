@@ -138,6 +138,8 @@ class LayerCall:
 
     Attributes:
         tokens: [T,H] in `dtype`.
+        topk_ids: [T,K] int64, global experts, as the caller gives them.
+        expert_map: [num_experts] int32, local expert or -1; None if local experts are the first ones.
         local_ids: [T,K] int64, local expert or -1.
         scheme: The computed scheme.
         scales_input: Whether routing weights scale the input instead of the output.
@@ -148,6 +150,8 @@ class LayerCall:
     weights: ExpertWeights
     tokens: torch.Tensor
     topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
     local_ids: torch.Tensor
     scheme: QuantScheme
     dtype: torch.dtype
@@ -181,9 +185,9 @@ class LayerCall:
                 f"the weights are {weights.scheme.description} but the problem says {problem.quant.description}; make "
                 "both name the checkpoint's scheme"
             )
-        local_ids = _local_ids(problem, topk_ids, expert_map)
+        routes = topk_ids.long(), expert_map, local_expert_of_each(problem, topk_ids, expert_map)
         scales_input = problem.apply_router_weight_on_input
-        return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype, scales_input)
+        return cls(problem, weights, hidden_states.to(dtype), topk_weights, *routes, scheme, dtype, scales_input)
 
     def output(self) -> torch.Tensor:
         """Computes the output, [T,H] in `dtype`."""
@@ -269,8 +273,8 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
-def _local_ids(problem: MoEProblem, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Local expert of each route, or -1. No kernel shares this code, so a fault in theirs shows."""
+def local_expert_of_each(problem: MoEProblem, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Local expert of each route, [T,K] int64, or -1. No kernel shares this code, so a fault in theirs shows."""
     ids = topk_ids.long()
     known = (ids >= 0) & (ids < problem.num_experts)
     if expert_map is not None:

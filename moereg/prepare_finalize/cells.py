@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from moereg.arguments import check_flag, check_instance
 from moereg.errors import ArgumentError, RegistrationError, shown
 from moereg.prepare_finalize.moving import GroupPrepareFinalize
-from moereg.registry import Cell, Probe, Registration, Registry, check_class
+from moereg.registry import Cell, Probe, Registration, Registry, check_class, checks_keywords
 from moereg.spec.facts import DispatcherFacts, NarrowedDispatcherFacts, check_facts, narrow_facts
 from moereg.spec.problem import ACTIVATION_FORMATS
 
@@ -65,6 +65,7 @@ class DispatcherRegistry(Registry[DispatcherCell]):
 DISPATCHERS: Final = DispatcherRegistry()
 
 
+@checks_keywords(NarrowedDispatcherFacts)
 def register_prepare_finalize(
     name: str,
     priority: int,

@@ -373,8 +373,6 @@ def narrow_facts(facts: F, narrowed: Mapping[str, Any]) -> F:
     known = dict(rows(type(facts)))
     changes: dict[str, Any] = {}
     for name, value in narrowed.items():
-        if name not in known:
-            raise ArgumentError(f"unknown fact {name!r} (known: {', '.join(sorted(known))})")
         fact, wider = known[name], getattr(facts, name)
         value = fact.stored(value)
         if fault := fact.fault(name, value):

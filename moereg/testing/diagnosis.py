@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from moereg.numerics.reference import LayerCall, relative_error
+from moereg.numerics.reference import LayerCall, local_expert_of_each, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import spans_tokens
 from moereg.runtime.torch_state import in_plain_torch
@@ -156,9 +156,8 @@ class _MistakenCall(LayerCall):
     scales_bias: bool = True
 
     def with_rows(self, kept: torch.Tensor) -> _MistakenCall:
-        return dataclasses.replace(
-            self, tokens=self.tokens[kept], topk_weights=self.topk_weights[kept], local_ids=self.local_ids[kept]
-        )
+        of_rows = ("tokens", "topk_weights", "topk_ids", "local_ids")
+        return dataclasses.replace(self, **{name: getattr(self, name)[kept] for name in of_rows})
 
     def with_edits(self, **edits: _Edit) -> _MistakenCall:
         return dataclasses.replace(self, edits=edits)
@@ -194,6 +193,8 @@ def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
             ("rows of w13 read as halves of interleaved rows", _interleaved),
         ):
             yield f"gate and up {text}", call.with_edits(w13=edit, w13_bias=edit)
+    for text, local_ids in _misplaced(call):
+        yield text, dataclasses.replace(call, local_ids=local_ids)
     for name in MATRICES:
         yield f"{name} transposed", call.with_edits(**{name: _transposed})
     yield "both matrices transposed", call.with_edits(w13=_transposed, w2=_transposed)
@@ -254,6 +255,21 @@ def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
         missing = {1, *(size % tile or tile for tile in _TILES)}
         for count in sorted(one for one in missing if one < size):
             yield f"the last {count} of {size} {text} left out", call.with_edits(**{name: _without_last(count)})
+
+
+def _misplaced(call: LayerCall) -> Iterator[tuple[str, torch.Tensor]]:
+    """Routes taken to other local experts, [T,K]: what ignores `ep_rank` ignores the map that is made of it."""
+    problem, ids = call.problem, call.topk_ids
+    last = problem.num_local_experts - 1
+    yield "expert_map ignored (topk_ids taken for local experts)", local_expert_of_each(problem, ids, None)
+    yield "topk_ids taken modulo the number of local experts", ids % problem.num_local_experts
+    if call.expert_map is not None:
+        in_order = torch.where(call.expert_map < 0, -1, (call.expert_map >= 0).cumsum(0) - 1)
+        text = "expert_map read as a mask (local experts numbered in the order of their ids)"
+        yield text, local_expert_of_each(problem, ids, in_order)
+    for name, expert in (("first", 0), ("last", last)):
+        text = f"routes that no local expert serves computed with the {name} one's weights"
+        yield text, torch.where(call.local_ids < 0, expert, call.local_ids)
 
 
 def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 
 import moereg
 from moereg.cli import main
-from moereg.cli._new_backend import _FILES, _TEMPLATES
+from moereg.cli._new_backend import _FILES, _KERNELS, _TEMPLATES
+from moereg.cli._plugin_modules import plugin_modules
 from moereg.registry import BackendCell, BackendRegistry, registering_origin
 from moereg.testing import cases, checks
 from tests.cli.command import ROOT, Call, CallJson, run_python
+from tests.support.console_blocks import Command, Environment
 from tests.support.toml import tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,6 +77,78 @@ def test_it_writes_over_nothing(call: Call, tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+TRITON_FILE = '''"""Adds up in Triton."""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from moereg.author import Experts, Facts, PermutedWeights, local_expert_ids, register_moe_backend
+
+_BLOCK = tl.constexpr(128)  # Columns.
+
+
+_LAYOUT = "canonical"
+
+
+class _Tile(NamedTuple):
+    columns: tl.constexpr
+
+
+@triton.jit
+def _add_kernel(total, rows, weights, columns, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * columns + column
+    weight = tl.load(weights + tl.program_id(0))
+    rows = tl.where(weight == 0, 0, tl.load(rows + at, column < columns).to(tl.float32))
+    tl.store(total + at, tl.load(total + at, column < columns) + weight * rows, column < columns)
+
+
+def _add(total, rows, weights):
+    """Adds rows times weights."""
+    columns = _columns(rows)
+    if len(rows):
+        _add_kernel[(len(rows), triton.cdiv(columns, 128))](total, rows, weights, columns, BLOCK=_BLOCK)
+
+
+def _columns(rows):
+    return rows.shape[1]
+
+
+# One for each way to lay out weights.
+@register_moe_backend(
+    name="from_file", priority=1, quant_schemes=("unquantized",), platforms=("cuda:sm80+",), requires=("triton>=3.4",)
+)
+class FromFileExperts(Experts):
+    facts = Facts(
+        activations=frozenset({"silu"}),
+        activation_formats=frozenset({"standard"}),
+        dtypes=frozenset({"bfloat16"}),
+        placements=frozenset({"contiguous"}),
+        graph_capture=True,
+    )
+    layouts = (_LAYOUT,)
+
+    def permute_weights(self, weights, problem):
+        return PermutedWeights(_LAYOUT, per_expert=weights.tensors())
+
+    def workspace_shapes(self, problem, num_tokens):
+        """Scratch."""
+        return (num_tokens, 2 * problem.intermediate_size), (num_tokens, problem.hidden_size)
+
+    def apply(self, out, inputs, weights, workspace13, workspace2):
+        # Every expert sees every token.
+        local = local_expert_ids(inputs.topk_ids, self.problem.num_local_experts, inputs.expert_map)
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for expert in range(self.problem.num_local_experts):
+            scale = torch.where(local == expert, inputs.topk_weights, 0.0).sum(1)
+            gate_up = torch.mm(inputs.hidden_states, weights["w13"][expert].mT, out=workspace13)
+            intermediate = self.problem.activation(gate_up.float()).to(gate_up.dtype)
+            rows = torch.mm(intermediate, weights["w2"][expert].mT, out=workspace2)
+            _add(total, rows, scale)
+        out.copy_(total)
+'''
+
 PREDICATE = """    @classmethod
     def unsupported_reasons(cls, problem, platform):
         sizes = problem.hidden_size, problem.intermediate_size
@@ -94,7 +169,8 @@ def test_a_name_that_no_wheel_can_have_or_the_registry_refuses(
 
 
 def test_every_template_is_a_file_of_the_wheel() -> None:
-    assert sorted(f"{name}.template" for name in _FILES) == sorted(file.name for file in _TEMPLATES.iterdir())
+    names = [*_FILES, *_KERNELS, "backend.py"]
+    assert sorted(f"{name}.template" for name in names) == sorted(file.name for file in _TEMPLATES.iterdir())
 
 
 def test_the_backend_keeps_the_contract(cell: BackendCell) -> None:
@@ -122,10 +198,9 @@ def test_its_tests_pass_with_another_kernel(call: Call, tmp_path: Path) -> None:
     text = (source / "backend.py").read_text()
     for old, new in {
         "written_there_transposed": "written_there_canonical",
-        '["w13"][expert]': '["up"][expert].T',
-        '["w2"][expert]': '["down"][expert].T',
-        '"w13": weights.w13.transpose(1, 2).contiguous()': '"up": weights.w13',
-        '"w2": weights.w2.transpose(1, 2).contiguous()': '"down": weights.w2',
+        'weights["w13"]': 'weights["up"].mT',
+        'weights["w2"]': 'weights["down"].mT',
+        'per_expert={"w13": w13, "w2": w2}': 'per_expert={"up": weights.w13, "down": weights.w2}',
         'dtypes=frozenset({"bfloat16", "float32"})': 'dtypes=frozenset({"float32"})',
         "    def permute_weights": PREDICATE + "    def permute_weights",
     }.items():
@@ -142,3 +217,91 @@ def test_its_tests_pass_with_another_kernel(call: Call, tmp_path: Path) -> None:
     done = run_python(*arguments, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
+
+
+def test_a_file_without_a_kernel_library_becomes_the_module_as_it_is() -> None:
+    file = TRITON_FILE.replace("triton", "numpy")
+    assert plugin_modules(file, "from_file", "p").keys() == {"backend.py"}
+    (text,) = plugin_modules(file, "from_file", "p").values()
+    added = '\nmoereg_api = "1"\n"""The major version of `moereg.author` that this is written for."""\n'
+    assert text.replace(added, "") == file
+    assert text.index("register_moe_backend\n") < text.index(added) < text.index("_BLOCK = ")
+    assert plugin_modules(text, "from_file", "p") == {"backend.py": text}
+
+
+def test_what_needs_a_kernel_library_moves_to_a_module_of_its_own() -> None:
+    backend, kernels = plugin_modules(TRITON_FILE, "from_file", "p").values()
+    before, _, _ = TRITON_FILE.partition("import triton\n")
+    assert backend.startswith(before + "from moereg.author import ")
+    assert "import triton" not in backend
+    assert "\n\n\n# One for each way to lay out weights.\n@register_moe_backend(\n" in backend
+    assert "        from p.kernels import _add\n\n        # Every expert sees every token.\n" in backend
+    assert backend.count("p.kernels") == 1
+    assert backend.count("def device_types(cls, platform):") == 1
+    names = [node.name for node in ast.parse(kernels).body if isinstance(node, ast.FunctionDef)]
+    assert names == ["_add_kernel", "_add"]
+    assert "def _columns(rows):" in backend
+    assert '_LAYOUT = "canonical"' in backend
+    assert "class _Tile" in kernels
+    assert "class _Tile" not in backend
+    assert (
+        "from typing import NamedTuple\nfrom p.backend import _columns\n\nimport triton\nimport triton.language as tl\n"
+        in kernels
+    )
+    assert "TRITON_INTERPRET" in backend
+    assert "TRITON_INTERPRET" not in "".join(
+        plugin_modules(TRITON_FILE.replace("triton", "quack"), "from_file", "p").values()
+    )
+    assert "_BLOCK = tl.constexpr(128)  # Columns.\n" in kernels
+    assert "moereg.author import" not in kernels
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"from_file"', '"other"', "must register 'from_file' alone, got 'other'; name the plugin like the backend"),
+        ("@register_moe_backend", "@other", "must register 'from_file' alone, got none"),
+        ("import torch\n", "import torch(\n", "can become a plugin, got '.*file.py': .*, line 2"),
+        ("    layouts =", "    tile = _BLOCK\n    layouts =", "methods alone, got _BLOCK elsewhere in FromFileExperts"),
+        ("workspace13, workspace2):", "workspace13, workspace2, n=_BLOCK):", "methods alone, got _BLOCK elsewhere"),
+        ("priority=1", "priority=_BLOCK", "methods alone, got _BLOCK elsewhere in FromFileExperts; move it"),
+    ],
+)
+def test_a_file_that_makes_no_plugin_is_refused(old: str, new: str, message: str, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(TRITON_FILE.replace(old, new))
+    code, out, err = call(f"new-backend from_file --from {tmp_path / 'file.py'} --directory {tmp_path / 'plugin'}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err), err
+    assert not (tmp_path / "plugin").exists()
+
+
+def test_a_file_brings_its_own_kernel(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "plugin"
+    code, out, err = call(f"new-backend mine --triton --from {tmp_path / 'mine.py'}")
+    assert (code, out) == (2, "")
+    assert "leave one of them out" in err
+    code, out, err = call(f"new-backend mine --from {tmp_path / 'mine.py'} --directory {folder}")
+    assert (code, out) == (2, "")
+    assert "--from must name a file that can become a plugin, got" in err
+    assert not folder.exists()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """A fresh one, in which this checkout's wheel is installed."""
+    made = Environment(tmp_path_factory.mktemp("environment"))
+    made.run(Command("pip install moereg", 0, ()), tmp_path_factory.mktemp("anywhere"))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--triton", "--from given.py"])
+def test_the_printed_commands_work_as_they_are(options: str, environment: Environment, tmp_path: Path) -> None:
+    (tmp_path / "given.py").write_text(TRITON_FILE)
+    name = "from_file" if "from" in options else "written_triton" if options else "written_torch"
+    printed = environment.run(Command(f"moereg new-backend {name} {options}", 0, ()), tmp_path).splitlines()
+    lines = [line.partition("  #")[0] for line in printed if line.startswith(("  pip ", "  moereg "))]
+    installed, explained, verified = (environment.run(Command(line, 0, ()), tmp_path) for line in lines)
+    assert "Successfully installed" in installed
+    assert re.search(rf"^\W*chosen +{name} +moereg-", explained, re.MULTILINE), explained
+    assert re.search(rf"^{name}: \d+ checks passed in", verified, re.MULTILINE), verified

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from moereg import cli
+from moereg.cli._verify import _by_cause
 from moereg.evidence.ledger import read_ledger
 from moereg.registry import REGISTRY
 from moereg.selection.loader import load_backends
+from moereg.testing.check import CellName, Check, Outcome, Result
 from tests.cli.command import Call, CallJson, strict_json
 
 FILE = str(pathlib.Path(__file__).parents[1] / "kit" / "bad_backends.py")
@@ -55,12 +57,28 @@ def test_a_failure_is_told_once_with_the_line_that_runs_it_again(
 
 
 def test_failures_with_one_cause_are_told_once_with_their_cause(call: Call) -> None:
-    code, out, err = call(f"verify swapped {MODULE} --check numbers --check drawn")
+    code, out, err = call(f"verify swapped {MODULE} --check numbers --check drawn --check faults")
     assert code == 1
     assert out.count("likely cause: gate and up swapped") == 1
     assert out.count("FAILED") == 1
+    # Undone by the same fault, which a check of the kit plants: that is no second mistake.
+    assert "planted" not in out
     assert "and so do" in out
     assert err.count("\n") == 1
+
+
+def test_named_causes_come_first_and_drawn_layers_last() -> None:
+    def failed(experts: str, kind: str, message: str) -> Result:
+        check = Check.make(CellName("mine", experts, ("unquantized",), ("cpu",)), kind)
+        return Result(check, Outcome("failed", f"error 5.4e-01, bound 5e-01{message}"))
+
+    one, other = "; likely cause: gate and up swapped", "; likely causes: w2 transposed, or gate and up swapped"
+    results = [
+        *(failed("A", "drawn", ""), failed("B", "drawn", "; is late"), failed("B", "numbers", "")),
+        *(failed("C", "drawn", one), failed("C", "numbers", other), failed("C", "numbers", one)),
+    ]
+    found = [[results.index(result) for result in group] for group in _by_cause(results)]
+    assert found == [[5, 4, 3], [2], [0], [1]]
 
 
 def test_a_drawn_layer_is_made_simple_and_runs_again(call: Call, call_json: CallJson) -> None:

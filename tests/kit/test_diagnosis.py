@@ -41,13 +41,12 @@ def _layer(
 def _setting(**changes):
     problem = _problem(**changes)
     weights, inputs = make_weights(problem, _CPU), make_inputs(problem, 9, "uniform", _CPU)
-    truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    return problem, weights, inputs, truth
+    return problem, weights, inputs, reference_experts(problem, weights, *inputs.call)
 
 
-def _names(setting, out):
+def _names(setting, out, expert_map=None):
     problem, weights, inputs, truth = setting
-    return diagnose(LayerCall.of(problem, weights, *inputs.call), out.to(torch.bfloat16), truth)
+    return diagnose(LayerCall.of(problem, weights, *inputs.call, expert_map), out.to(torch.bfloat16), truth)
 
 
 def _with_weights(inputs, weights):
@@ -110,6 +109,31 @@ def test_a_mistake_with_a_bias_is_named(mistake, name):
     biases = {"b13": weights.w13_bias, "b2": weights.w2_bias}
     found = _names(setting, _layer(problem, inputs, weights.w13, weights.w2, **{**biases, **mistake}))
     assert found == (() if name is None else (name,))
+
+
+# Local experts of routes to 8 experts of which 4 are local, from the ids and the map, as a wrong kernel has them.
+_MISPLACED = {
+    "expert_map ignored": lambda ids, expert_map: torch.where(ids < 4, ids, -1),
+    "modulo": lambda ids, expert_map: ids % 4,
+    "read as a mask": lambda ids, expert_map: torch.where(expert_map[ids] < 0, -1, ids.div(2, rounding_mode="floor")),
+    "with the last one's weights": lambda ids, expert_map: expert_map[ids] % 4,
+    "with the first one's weights": lambda ids, expert_map: expert_map[ids].clamp(min=0),
+    "experts off by one": lambda ids, expert_map: torch.where(expert_map[ids] < 0, -1, (expert_map[ids] + 1) % 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [("map", name) for name in _MISPLACED] + [("contiguous", name) for name in _MISPLACED if "mask" not in name],
+)
+def test_a_mistake_with_the_placement_of_experts_is_named(name, placement):
+    problem, weights, inputs, _ = _setting(num_experts=8, num_local_experts=4, placement=placement)
+    expert_map = torch.tensor([3, -1, 2, -1, 1, -1, 0, -1] if placement == "map" else [-1] * 4 + [0, 1, 2, 3])
+    truth = reference_experts(problem, weights, *inputs.call, expert_map.int())
+    wrong = dataclasses.replace(inputs, topk_ids=_MISPLACED[name](inputs.topk_ids.long(), expert_map))
+    out = reference_experts(problem, weights, *wrong.call)
+    (found,) = _names((problem, weights, inputs, truth), out, expert_map.int())
+    assert name in found
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "int8_w8a16"])

@@ -714,6 +714,11 @@ def test_each_fault_must_be_seen_well_above_the_bounds(monkeypatch: pytest.Monke
             check_of("gradient_faults", TrainingExperts)
 
 
+def test_wrong_gradients_are_no_missed_fault() -> None:
+    with pytest.raises(AssertionError, match="likely cause: gradients of gate and up swapped"):
+        check_of("gradient_faults", SwappedExperts)
+
+
 def test_only_classes_that_compute_gradients_are_asked_for_them() -> None:
     for experts, is_asked in ((FakeExperts, False), (TrainingExperts, True)):
         kinds = {kind for kind, _ in suite._promises(cell_of(experts), False, False)}

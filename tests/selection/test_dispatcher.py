@@ -207,7 +207,10 @@ def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
         ({"predicted": "yes"}, "predicted must be True or False, got 'yes'"),
         ({"transports": ("cuda:nccl", "cpu:mpi")}, "never widen them; transports="),
         ({"max_group_size": 0}, "max_group_size must be None or an integer of at least 1, got 0"),
-        ({"graph_captures": True}, "unknown fact 'graph_captures'"),
+        (
+            {"graph_captures": True},
+            "unknown keyword of register_prepare_finalize 'graph_captures', did you mean 'graph_capture'?",
+        ),
     ],
 )
 def test_a_decorator_that_is_wrong_stores_nothing(arguments: dict[str, Any], message: str) -> None:

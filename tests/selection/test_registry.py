@@ -51,6 +51,15 @@ def refused(text: str, registry: BackendRegistry | None = None, **changes: Any) 
     assert registry.cells == before
 
 
+def test_a_misspelled_keyword_is_told_from_a_missing_one() -> None:
+    with pytest.raises(
+        RegistrationError, match=r"'quant_scheme', did you mean 'quant_schemes'\? \(known: .*, priority"
+    ):
+        register_moe_backend(name="mine", priority=1, quant_scheme=("unquantized",), platforms=("cpu",))  # type: ignore
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'platforms'"):
+        register_moe_backend(name="mine", priority=1, quant_schemes=("unquantized",))  # type: ignore[call-arg]
+
+
 def test_a_name_is_a_plain_string() -> None:
     """The kit's processes read it where the class of an enum is not."""
 
@@ -129,7 +138,10 @@ def test_bad_names(name: Any) -> None:
         ({"dtypes": ("bf16",)}, "unknown name in dtypes"),
         ({"max_experts": "8"}, "max_experts must"),
         ({"bias": 0}, "bias must"),
-        ({"color": "red"}, "unknown fact 'color' (known: activation_formats, activation_scalars, activations, bias"),
+        (
+            {"color": "red"},
+            "unknown keyword of register_moe_backend 'color' (known: activation_formats, activation_scal",
+        ),
     ],
 )
 def test_bad_keywords(changes: dict[str, Any], text: str) -> None:
