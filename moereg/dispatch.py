@@ -143,9 +143,9 @@ def select_backend(
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
     if next(_log_counts(key)) == 0:
-        chosen, *others = (f"{one.backend}{one.of_wheel}" for one in selection.decisions if one.accepted)
+        chosen, *others = (one.label for one in selection.decisions if one.accepted)
         new = [f"; {notice}" for notice in selection.notices if notice not in selection.request.notices]
-        by = f"({winner.experts}), computes {winner.computes}, by {selection.source}"
+        by = f"computes {winner.computes}, by {selection.source}"
         next_ = f"{', '.join(others) or 'none'}{''.join(new)}"
-        logger.info("MoE %s on %s: %s %s; next: %s", selection.problem, selection.platform, chosen, by, next_)
+        logger.info("MoE %s on %s: %s, %s; next: %s", selection.problem, selection.platform, chosen, by, next_)
     return selection

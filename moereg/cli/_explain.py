@@ -13,7 +13,6 @@ from moereg.cli._output import NOTHING_FITS, OK, Result
 from moereg.cli._show import (
     bad,
     is_checked_at_first_use,
-    is_wide,
     named,
     named_machine,
     new_table,
@@ -103,9 +102,7 @@ def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
             layer = first.class_name if first.problem is None else str(first.problem)
             names = _range_of(first.name, group[-1].name)
             rows.append((names, str(len(group)), layer, backend, first.refusal or why))
-        # On 80 columns the layer's text may be folded between its parts.
-        keep = () if is_wide() else ("experts", "backend")
-        say(new_table("experts", "layers", "layer", "backend", "why", rows=rows, keep=keep))
+        say(new_table("experts", "layers", "layer", "backend", "why", rows=rows))
         for selection in selections.values():
             if selection.winner is None:
                 say(f"nothing fits {selection.problem}:")

@@ -174,7 +174,7 @@ def _show_backends(info: Mapping[str, Any]) -> None:
                 _verified(backend["cells"]),
             )
         )
-    say(new_table(*(f">{name}" if name == "schemes" else name for name in columns), rows=rows, keep=("backend",)))
+    say(new_table(*(f">{name}" if name == "schemes" else name for name in columns), rows=rows))
     records = [record for backend in backends for cell in backend["cells"] for record in cell["verified"]]
     with_versions = sorted({record["machine"] for record in records if not record["stale"]})
     if with_versions:
@@ -326,7 +326,7 @@ def show_schemes(found: dict[str, Any], platform: Platform) -> None:
         names = [*row["backends"], *(f"{name} (emulated)" for name in row["emulated_by"])]
         formats = _format(row["weight"], "row"), _format(row["activation"], "token")
         rows.append((row["name"], *formats, ", ".join(names) or "none"))
-    table = new_table("scheme", "weights", "activations", "backends", rows=rows, keep=("scheme",))
+    table = new_table("scheme", "weights", "activations", "backends", rows=rows)
     say(f"on {named_machine(platform)}", table)
     print_notices(found["notices"])
 

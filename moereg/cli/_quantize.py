@@ -316,7 +316,7 @@ def _show_rows(values: Mapping[str, Any]) -> None:
         label = Text(f"{row['quant']}{mark}", style="bold green" if mark else "")
         errors = (f"{row[name]:.1%}" for name in ("weights_error", "output_error"))
         table.append([label, format_bytes(row["bytes"]), *errors, *(_time(row, time) for time in row["times"])])
-    say(new_table("scheme", ">size", ">weights", ">output", *counts, rows=table, keep=("scheme",)))
+    say(new_table("scheme", ">size", ">weights", ">output", *counts, rows=table))
     if unbeaten:
         say("* Pareto-optimal: nothing here is smaller, more accurate and faster")
     if any(row["tier"] != "kernel" for row in rows):

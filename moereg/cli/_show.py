@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -52,19 +55,37 @@ def is_wide() -> bool:
     return console(sys.stdout).width >= 110
 
 
-def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), keep: Sequence[str] = ()) -> Table:
-    """A table: `>` before a head aligns its column to the right, a row of None begins another section.
+def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None]) -> RenderableType:
+    """A table that breaks no word: `>` before a head aligns its column to the right, a row of None begins a section.
 
-    Columns to `keep` are never folded.
+    The widest columns are folded first, between words. A console without room for every column's longest word gets a
+    paragraph for each row instead.
     """
+    heads, rows = [column.removeprefix(">") for column in columns], list(rows)
+    by_column = itertools.zip_longest(heads, *filter(None, rows), fillvalue="")
+    texts = [[str(cell) for cell in column] for column in by_column]
+    least = [max(map(cell_len, " ".join(column).split()), default=0) for column in texts]
+    widths = [max(map(cell_len, "\n".join(column).split("\n"))) for column in texts]
+    room = console(sys.stdout).width - 2 * len(columns) + 1
+    if sum(least) > room:
+        return Group(*(each for row in rows if row for each in _paragraph(heads, row)))
+    while sum(widths) > room:
+        widths[max(range(len(widths)), key=lambda at: (widths[at] > least[at], widths[at]))] -= 1
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        name = column.removeprefix(">")
-        # Folded, never truncated, since users need whole names.
-        table.add_column(name, overflow="fold", justify="left" if name == column else "right", no_wrap=name in keep)
+    for head, column, width in zip(heads, columns, widths, strict=True):
+        table.add_column(head, width=width, overflow="fold", justify="left" if head == column else "right")
     for row in rows:
         table.add_section() if row is None else table.add_row(*row)
     return table
+
+
+def _paragraph(heads: Sequence[str], row: Sequence[str | Text]) -> Iterator[RenderableType]:
+    """A row of a table as text: its name, and below it the other columns with their heads."""
+    start = 1 if heads[0] else 2  # A column without a head marks the row whose name comes next.
+    yield Text(" ").join(Text.assemble(cell) for cell in row[:start])
+    others = zip(heads[start:], row[start:], strict=False)
+    facts = [Text.assemble(f"{head} ", cell) for head, cell in others if str(cell) not in ("", "-")]
+    yield Padding(Text("; ").join(facts), (0, 0, 0, 2), expand=False)
 
 
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
@@ -88,7 +109,8 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
         say(bad(f"nothing fits{instead}"))
     else:
         plan = f"; {selection.plan_text}" if selection.ranges else ""
-        say(_verification(winner, platform), good(f"{named(winner)}: {source_of(selection)}{plan}"))
+        label = labels_of(one for one in decisions if one.accepted)[winner]
+        say(_verification(winner, platform), good(f"{label}{of_wheel(winner)}: {source_of(selection)}{plan}"))
 
 
 def answers(selection: Selection) -> list[Decision]:
@@ -130,17 +152,15 @@ def print_rejected(label: str, selection: Selection, all_reasons: bool = False) 
         say(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}")
 
 
-def _decision_table(decisions: Sequence[Decision], winner: Decision | None, platform: Platform) -> Table:
-    wide, backends = is_wide(), [decision.backend for decision in decisions]
+def _decision_table(decisions: Sequence[Decision], winner: Decision | None, platform: Platform) -> RenderableType:
+    wide, labels = is_wide(), labels_of(decisions)
     # On 80 columns, show the class only if it distinguishes candidates, and the origin only if one is a plugin.
     has_origin = wide or any(decision.origin != BUILTIN for decision in decisions)
     columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if wide else [])]
-    table = new_table(*columns, "platforms", "computed as", ">priority", "verified")
-    for decision in decisions:
-        is_one_of_many = not wide and backends.count(decision.backend) > 1
-        table.add_row(
+    rows = [
+        (
             _MARKS[decision.accepted] if decision is not winner else good("chosen"),
-            decision.backend + (f"\n({decision.experts.removesuffix('Experts')})" if is_one_of_many else ""),
+            decision.backend if wide else labels[decision],
             *([decision.provider] if has_origin else []),
             *([decision.experts] if wide else []),
             decision.rule,
@@ -148,25 +168,30 @@ def _decision_table(decisions: Sequence[Decision], winner: Decision | None, plat
             str(decision.priority),
             _verified(decision, platform) if decision.accepted else "",
         )
-    # Platforms are folded first, between their parts.
-    names = table.columns[: len(columns)]
-    width = sum(max((len(str(cell)) for cell in column.cells), default=0) for column in names)
-    for column in names if width < console(sys.stdout).width / 2 else ():
-        column.no_wrap = True
-    table.columns[1].min_width = max(map(len, backends), default=0)
-    return table
+        for decision in decisions
+    ]
+    return new_table(*columns, "platforms", "computed as", ">priority", "verified", rows=rows)
+
+
+def labels_of(decisions: Iterable[Decision]) -> dict[Decision, str]:
+    """The backend of each candidate, with its class where they have several of one backend."""
+    decisions = list(decisions)
+    classes = collections.Counter(backend for backend, _ in {(one.backend, one.experts) for one in decisions})
+    return {one: f"{one.backend} ({one.experts})" if classes[one.backend] > 1 else one.backend for one in decisions}
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
     """Whether a candidate was verified or admitted on this machine, else where it was verified, in a few words."""
     evidence = None if decision.cell is None else evidence_of(decision.cell)
     nearest = None if evidence is None else evidence.nearest(platform)
+    # 80 columns have no room for versions, which the line below the table says of the chosen one.
+    where = "" if nearest is None else nearest.machine_in_brief if is_wide() else nearest.machine[0]
     if nearest is not None and platform.probed and nearest.is_on(platform):
-        return Text(f"yes ({nearest.machine_in_brief})", style="green")
+        return Text(f"yes ({where})", style="green")
     if (record := admission_of(decision, platform)) is not None:
         return Text(f"admitted {record.date}", style="green")
     if nearest is not None:
-        return Text(f"on {nearest.machine_in_brief}", style="green" if nearest.is_on(platform) else "yellow")
+        return Text(f"on {where}", style="green" if nearest.is_on(platform) else "yellow")
     return Text("code changed" if evidence is not None and evidence.stale else "no", style="yellow")
 
 

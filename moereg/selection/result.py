@@ -137,6 +137,11 @@ class Decision(Verdict):
     cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
     scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    @property
+    def label(self) -> str:
+        """Its backend and class, and the distribution of others: `torch (TorchPackedExperts)`."""
+        return f"{self.backend} ({self.experts}){self.of_wheel}"
+
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` shows it."""
         return {
@@ -319,7 +324,7 @@ class Selection(Choice[Decision]):
             lines[0] += f"; {'without the request, ' if self.alternatives else ''}{self.instead} would do"
         for decision in nearest:
             reasons = "; ".join(reason.text for reason in decision.reasons)
-            lines.append(f"  {decision.backend} ({decision.experts}{decision.of_wheel}): {reasons}")
+            lines.append(f"  {decision.label}: {reasons}")
         return "\n".join(lines if nearest else [*lines, "  no backend is registered"])
 
     def to_dict(self) -> dict[str, Any]:

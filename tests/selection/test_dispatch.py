@@ -458,7 +458,7 @@ def test_a_backend_above_every_built_in_is_said(fakes: BackendRegistry, caplog: 
     )
     assert selection.notices == (line,)
     (record,) = caplog.records
-    assert record.getMessage().endswith(f"by priority; next: theirs of tests, modest of tests, ours; {line}")
+    assert record.getMessage().endswith(f"by priority; next: theirs (Second) of tests, modest (Modest) of tests, ours (Ours); {line}")
     assert explain_backends(problem_of(), H100, deny="theirs").notices == ()
 
 
@@ -682,11 +682,11 @@ def test_unsupported_text(fakes: BackendRegistry) -> None:
     assert str(raised.value).splitlines() == [
         "no backend fits E8 H64 I96 k2 bfloat16 unquantized gelu, has_bias on cuda:sm90; nearest is aligned: requires "
         "hidden_size % 128 == 0, got 64 (pad the weights to that multiple)",
-        "  aligned (AlignedExperts of tests): requires hidden_size % 128 == 0, got 64",
-        "  quantized (QuantizedExperts of tests): requires weights in (nvfp4, mxfp8), got unquantized",
-        "  far (FarExperts of tests): requires platform in (rocm:gfx942), got cuda:sm90; requires activation in "
+        "  aligned (AlignedExperts) of tests: requires hidden_size % 128 == 0, got 64",
+        "  quantized (QuantizedExperts) of tests: requires weights in (nvfp4, mxfp8), got unquantized",
+        "  far (FarExperts) of tests: requires platform in (rocm:gfx942), got cuda:sm90; requires activation in "
         "(silu), got gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
-        "  shy (ShyExperts of tests): is opt-in: name it in require or prefer; requires activation in (silu), got "
+        "  shy (ShyExperts) of tests: is opt-in: name it in require or prefer; requires activation in (silu), got "
         "gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
     ]
     selection = raised.value.selection
@@ -812,7 +812,8 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
         select_backend(problem_of(top_k=3), H100)
         explain_backends(problem_of(top_k=4), H100)
     chosen = (
-        "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: slow of tests"
+        "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: "
+        "slow (Slow) of tests"
     )
     assert [record.getMessage() for record in caplog.records] == [
         f"MoE E8 H64 I96 k2 {chosen}",
