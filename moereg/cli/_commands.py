@@ -207,9 +207,6 @@ def schemes(platform: Platform = None) -> Result:
 @app.command(cls=LayerCommand)
 def explain(
     context: typer.Context,
-    model_dir: Annotated[
-        Path | None, option("Every layer of the model of this directory's config.json, as transformers builds it.")
-    ] = None,
     reasons: Annotated[bool, option("Show every reason, not the first of a backend.", "--reasons")] = False,
     ep: Annotated[int | None, option("Experts over so many ranks.", min=1)] = None,
     dispatcher: Annotated[
@@ -217,21 +214,16 @@ def explain(
     ] = None,
 ) -> Result:
     """Show which backend a layer gets, and why."""
-    from moereg.cli._explain import explain_layer, explain_model_dir
+    from moereg.cli._explain import explain_checkpoint, explain_layer
 
     flags = context.obj
     if dispatcher is not None and ep is None:
         raise UsageError("--dispatcher says how tokens move between ranks; say with --ep how many there are")
-    if model_dir is not None and (flags.layer is not None or reasons):
-        name = "--reasons" if flags.layer is None else "--layer"
-        raise UsageError(
-            f"{name} is about one layer and --model-dir about all of them; give --checkpoint {model_dir} for one"
-        )
-    if model_dir is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint asks for one layer and --model-dir for all of them; leave one out")
-    if model_dir is not None:
-        return explain_model_dir(flags, model_dir)
-    return explain_layer(flags, find_subject(flags), ep, dispatcher, reasons or flags.verbose)
+    if flags.checkpoint is None or flags.layer is not None:
+        return explain_layer(flags, find_subject(flags), ep, dispatcher, reasons or flags.verbose)
+    if reasons or ep is not None:
+        raise UsageError(f"{'--reasons' if reasons else '--ep'} is about one layer of a checkpoint; add --layer N")
+    return explain_checkpoint(flags, flags.checkpoint)
 
 
 @app.command(cls=LayerCommand)

@@ -1,4 +1,4 @@
-"""`moereg explain`: the choice for a layer, or for every layer of a transformers model."""
+"""`moereg explain`: the choice for a layer, or for every layer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moereg.cli._options import ProblemFlags, Subject
 from moereg.cli._output import NOTHING_FITS, OK, Result
 from moereg.cli._show import (
     bad,
+    chosen_by,
     is_checked_at_first_use,
-    named,
     named_machine,
     new_table,
     print_notices,
@@ -23,7 +23,7 @@ from moereg.cli._show import (
     source_of,
 )
 from moereg.dispatch import explain_backends
-from moereg.errors import one_line
+from moereg.errors import CheckpointError, one_line
 from moereg.evidence.ledger import Evidence, evidence_of
 from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA, Selection
@@ -65,17 +65,28 @@ def explain_layer(
     return Result(found, show_both, OK if winner is not None and selection.winner is not None else NOTHING_FITS)
 
 
-def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
-    from moereg.integrations.transformers import explain_model, grouped
+def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
+    """Selects for every layer with experts, as tensors' headers say, or else as transformers reads config.json."""
+    from moereg.checkpoints import read_problems
+    from moereg.integrations.transformers import LayerChoice, explain_model, grouped
 
-    flags.check_no_checkpoint_facts("--model-dir")
-    layers = explain_model(path, flags.platform, **flags.request(), **flags.wishes())
+    flags.check_no_checkpoint_facts()
+    load_backends()  # A plugin's platforms are known once it is loaded.
+    layers: tuple[LayerChoice, ...] = ()
+    notices = list(flags.notices())
+    try:
+        problems = read_problems(path, **flags.wishes())
+        each = {one: explain_backends(one, flags.platform, **flags.request()) for one in {*problems.values()}}
+        layers = tuple(LayerChoice(f"layers.{index}", "", one, each[one]) for index, one in problems.items())
+    except CheckpointError as error:
+        notices.append(f"from config.json alone: {error}")
+    layers = layers or explain_model(path, flags.platform, **flags.request(), **flags.wishes())
     # Each distinct layer's once.
     selections = {layer.problem: layer.selection for layer in layers if layer.selection}
     place = {problem: index for index, problem in enumerate(selections)}
     found = {
         "schema": SCHEMA,
-        "model_dir": str(path),
+        "checkpoint": str(path),
         "layers": [
             {
                 "name": layer.name,
@@ -87,6 +98,7 @@ def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
             for layer in layers
         ],
         "selections": [selection_with_evidence(selection) for selection in selections.values()],
+        "notices": notices,
     }
 
     def show() -> None:
@@ -98,7 +110,7 @@ def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
             first, selection = group[0], group[0].selection
             winner = None if selection is None else selection.winner
             why = source_of(selection) if selection is not None and winner is not None else "nothing fits"
-            backend = Text("none", style="red") if winner is None else named(winner)
+            backend = Text("none", style="red") if winner is None or selection is None else chosen_by(selection)
             layer = first.class_name if first.problem is None else str(first.problem)
             names = _range_of(first.name, group[-1].name)
             rows.append((names, str(len(group)), layer, backend, first.refusal or why))
@@ -107,7 +119,7 @@ def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
             if selection.winner is None:
                 say(f"nothing fits {selection.problem}:")
                 print_rejected("rejected", selection, flags.verbose)
-        print_notices(dict.fromkeys(notice for one in selections.values() for notice in one.notices))
+        print_notices(dict.fromkeys((*notices, *(each for one in selections.values() for each in one.notices))))
 
     return Result(found, show, OK if all(layer.backend is not None for layer in layers) else NOTHING_FITS)
 

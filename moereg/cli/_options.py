@@ -148,11 +148,13 @@ class ProblemFlags:
         """Keywords of `select_backend`; a repeated option adds to its list."""
         return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
 
-    def check_no_checkpoint_facts(self, option: str = "--checkpoint") -> None:
+    def check_no_checkpoint_facts(self) -> None:
         """Rejects flags that the checkpoint decides."""
         for field in ("model", *_SIZES, *_FACTS, "activation", "swiglu_limit"):
             if getattr(self, field) is not None:
-                raise UsageError(f"{_flag(field)} cannot be combined with {option}, which decides it; leave one out")
+                raise UsageError(
+                    f"{_flag(field)} cannot be combined with --checkpoint, which decides it; leave one out"
+                )
 
     def _given(self, keywords: Mapping[str, str]) -> dict[str, Any]:
         values = {keyword: getattr(self, field) for field, keyword in keywords.items()}

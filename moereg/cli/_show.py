@@ -109,8 +109,7 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
         say(bad(f"nothing fits{instead}"))
     else:
         plan = f"; {selection.plan_text}" if selection.ranges else ""
-        label = labels_of(one for one in decisions if one.accepted)[winner]
-        say(_verification(winner, platform), good(f"{label}{of_wheel(winner)}: {source_of(selection)}{plan}"))
+        say(_verification(winner, platform), good(f"{chosen_by(selection)}: {source_of(selection)}{plan}"))
 
 
 def answers(selection: Selection) -> list[Decision]:
@@ -178,6 +177,13 @@ def labels_of(decisions: Iterable[Decision]) -> dict[Decision, str]:
     decisions = list(decisions)
     classes = collections.Counter(backend for backend, _ in {(one.backend, one.experts) for one in decisions})
     return {one: f"{one.backend} ({one.experts})" if classes[one.backend] > 1 else one.backend for one in decisions}
+
+
+def chosen_by(selection: Selection) -> str:
+    """The chosen backend, with its class where others of that backend fit too, and its plugin."""
+    winner = selection.winner
+    assert winner is not None
+    return f"{labels_of(one for one in selection.decisions if one.accepted)[winner]}{of_wheel(winner)}"
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:

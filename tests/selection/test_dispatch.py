@@ -458,7 +458,8 @@ def test_a_backend_above_every_built_in_is_said(fakes: BackendRegistry, caplog: 
     )
     assert selection.notices == (line,)
     (record,) = caplog.records
-    assert record.getMessage().endswith(f"by priority; next: theirs (Second) of tests, modest (Modest) of tests, ours (Ours); {line}")
+    others = "theirs (Second) of tests, modest (Modest) of tests, ours (Ours)"
+    assert record.getMessage().endswith(f"by priority; next: {others}; {line}")
     assert explain_backends(problem_of(), H100, deny="theirs").notices == ()
 
 
