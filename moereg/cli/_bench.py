@@ -32,10 +32,8 @@ from moereg.cli._show import (
     format_us_range,
     good,
     is_wide,
-    labels_of,
     machine,
     new_table,
-    of_wheel,
     print_notices,
     print_rejected,
     say,
@@ -56,7 +54,6 @@ from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
 from moereg.numerics.reference import LayerCall
 from moereg.platforms import Platform, current_platform, probe_cpu, torch_device
-from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.progress import Advance
@@ -285,7 +282,7 @@ def result_of_run(
         if winner is None or compared is None or permute_ms is None:
             show_selection(selection, subject, all_reasons)
             if winner is not None and row is not None:
-                damage = f"WRONG: {winner.backend} of {winner.provider}: {row.damage}"
+                damage = f"WRONG: {winner.label}: {row.damage}"
                 say(bad(f"FAILED: {row.failure}" if row.failure else damage))
             return
         verdict = good("right") if passed else bad("WRONG")
@@ -446,11 +443,6 @@ def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: b
     """
     winner = selection.winner
     assert winner is not None
-    candidates = dict.fromkeys(row.decision for row in rows)
-    labels = labels_of(candidates)
-    # Only if it is informative, since the table fills a terminal's width.
-    with_origin = any(decision.origin != BUILTIN for decision in candidates)
-    origin = ("origin",) if with_origin else ()
     # 80 columns have no room for figures derived from the time.
     rates, share = ((">TFLOP/s", ">GB/s"), ">% of roofline") if is_wide() else ((), ">roofline")
     table: list[Sequence[str | Text] | None] = []
@@ -463,8 +455,7 @@ def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: b
             cells = (
                 f"{num_tokens:,}" if is_first else "",
                 good("fastest") if is_first and row.timing else "",
-                labels[row.decision],
-                *([row.decision.provider] if with_origin else []),
+                row.decision.label,
                 *_times(row, bool(rates)),
                 _error(row),
             )
@@ -474,24 +465,23 @@ def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: b
         is_other = default is not None and first.decision.backend != winner.backend
         if is_other and default is not None and default.time_us > _TIE * first.time_us:  # False for NaN.
             faster.setdefault(first.decision, []).append(num_tokens)
-    say(new_table(">T", "", "backend", *origin, ">time", ">p10 to p90", *rates, share, ">error", rows=table))
+    say(new_table(">T", "", "backend", ">time", ">p10 to p90", *rates, share, ">error", rows=table))
     for row in rows:
         if row.failure:
-            say(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
+            say(f"{row.decision.label} failed at {row.num_tokens} tokens: {row.failure}")
         if row.damage:
-            label = f"{labels[row.decision]} of {row.decision.provider}"
-            say(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
+            say(f"{row.decision.label} is WRONG at {row.num_tokens} tokens: {row.damage}")
     print_rejected("not compared", selection, all_reasons)
     print_notices(selection.notices)
     for decision, token_counts in faster.items():
         # An emulation goes after every kernel, whatever is preferred.
         word = "prefer" if decision.tier == winner.tier else "require"
         say(
-            f"faster at T={','.join(map(str, token_counts))}: {labels[decision]}{of_wheel(decision)}; "
+            f"faster at T={','.join(map(str, token_counts))}: {decision.label}; "
             f"MOEREG_{word.upper()}={decision.backend} or {word}={decision.backend!r} gives it to layers"
         )
-    say(Text(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}", style="bold"))
-    if wrong := dict.fromkeys(labels[row.decision] for row in rows if not row.passed):
+    say(Text(f"a layer gets {winner.label}: {source_of(selection)}", style="bold"))
+    if wrong := dict.fromkeys(row.decision.label for row in rows if not row.passed):
         say(bad(f"not right: {', '.join(wrong)}"))
 
 

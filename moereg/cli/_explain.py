@@ -12,7 +12,6 @@ from moereg.cli._options import ProblemFlags, Subject
 from moereg.cli._output import NOTHING_FITS, OK, Result
 from moereg.cli._show import (
     bad,
-    chosen_by,
     is_checked_at_first_use,
     named_machine,
     new_table,
@@ -110,7 +109,7 @@ def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
             first, selection = group[0], group[0].selection
             winner = None if selection is None else selection.winner
             why = source_of(selection) if selection is not None and winner is not None else "nothing fits"
-            backend = Text("none", style="red") if winner is None or selection is None else chosen_by(selection)
+            backend = Text("none", style="red") if winner is None else winner.label
             layer = first.class_name if first.problem is None else str(first.problem)
             names = _range_of(first.name, group[-1].name)
             rows.append((names, str(len(group)), layer, backend, first.refusal or why))

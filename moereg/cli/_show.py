@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from moereg.cli._output import console
 from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.evidence.on_machine import ADMITTED, AdmissionRecord
 from moereg.platforms import Platform
-from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Decision, Selection, nearest_by_backend
 from moereg.spec.reasons import Reason
@@ -109,7 +107,7 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
         say(bad(f"nothing fits{instead}"))
     else:
         plan = f"; {selection.plan_text}" if selection.ranges else ""
-        say(_verification(winner, platform), good(f"{chosen_by(selection)}: {source_of(selection)}{plan}"))
+        say(_verification(winner, platform), good(f"{winner.label}: {source_of(selection)}{plan}"))
 
 
 def answers(selection: Selection) -> list[Decision]:
@@ -152,16 +150,10 @@ def print_rejected(label: str, selection: Selection, all_reasons: bool = False) 
 
 
 def _decision_table(decisions: Sequence[Decision], winner: Decision | None, platform: Platform) -> RenderableType:
-    wide, labels = is_wide(), labels_of(decisions)
-    # On 80 columns, show the class only if it distinguishes candidates, and the origin only if one is a plugin.
-    has_origin = wide or any(decision.origin != BUILTIN for decision in decisions)
-    columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if wide else [])]
     rows = [
         (
             _MARKS[decision.accepted] if decision is not winner else good("chosen"),
-            decision.backend if wide else labels[decision],
-            *([decision.provider] if has_origin else []),
-            *([decision.experts] if wide else []),
+            decision.label,
             decision.rule,
             decision.computes if decision.tier == "kernel" else f"{decision.computes}, {decision.tier}",
             str(decision.priority),
@@ -169,21 +161,7 @@ def _decision_table(decisions: Sequence[Decision], winner: Decision | None, plat
         )
         for decision in decisions
     ]
-    return new_table(*columns, "platforms", "computed as", ">priority", "verified", rows=rows)
-
-
-def labels_of(decisions: Iterable[Decision]) -> dict[Decision, str]:
-    """The backend of each candidate, with its class where they have several of one backend."""
-    decisions = list(decisions)
-    classes = collections.Counter(backend for backend, _ in {(one.backend, one.experts) for one in decisions})
-    return {one: f"{one.backend} ({one.experts})" if classes[one.backend] > 1 else one.backend for one in decisions}
-
-
-def chosen_by(selection: Selection) -> str:
-    """The chosen backend, with its class where others of that backend fit too, and its plugin."""
-    winner = selection.winner
-    assert winner is not None
-    return f"{labels_of(one for one in selection.decisions if one.accepted)[winner]}{of_wheel(winner)}"
+    return new_table("", "backend", "platforms", "computed as", ">priority", "verified", rows=rows)
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
@@ -231,13 +209,8 @@ def is_checked_at_first_use(decision: Decision, platform: Platform, evidence: Ev
     return not is_known and (not platform.probed or ADMITTED.path() is not None)
 
 
-def of_wheel(decision: Decision) -> str:
-    """The plugin that a candidate comes from, for the middle of a line; empty if built in."""
-    return "" if decision.origin == BUILTIN else f" of {decision.provider}"
-
-
 def named(decision: Decision) -> str:
-    return f"{decision.backend}{of_wheel(decision)}"
+    return f"{decision.backend}{decision.of_wheel}"
 
 
 def versions_of(measured_on: Mapping[str, Any]) -> str:
