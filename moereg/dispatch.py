@@ -22,6 +22,7 @@ from moereg.selection.decide import decide, evaluate, rank, requirement_reasons
 from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.request import Names, Request
 from moereg.selection.result import Decision, Selection
+from moereg.selection.ways_out import ways_out
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import Reason
 
@@ -130,7 +131,8 @@ def select_backend(
     selection = explain_backends(problem, platform, require, prefer, deny)
     winner = selection.winner
     if winner is None:
-        raise UnsupportedProblemError(selection.refusal, selection)
+        text = "\n".join((selection.refusal, *(f"way out: {way}" for way in ways_out(selection))))
+        raise UnsupportedProblemError(text, selection)
     if winner.tier == "emulation":
         warnings.warn(
             f"only an emulation fits {problem} on {selection.platform}: {winner.backend}; "

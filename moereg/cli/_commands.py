@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
@@ -62,21 +62,18 @@ def _known_routings() -> Iterable[str]:
     return ROUTINGS
 
 
-Seed = Annotated[int, seed_of("Of weights, hidden states and routing.")]
-Jobs = Annotated[int | None, option("Compilers at once; as memory allows if left out.", min=1)]
-Modules = Annotated[
-    list[str] | None, option("Import this module or file too, which registers backends, e.g. my_package.backend.")
-]
+Seed = Annotated[int, seed_of("Of weights, inputs and routing; 0 if left out.")]
+Jobs = Annotated[int | None, option("Compilers at once; else as memory allows.", min=1)]
+_MEASURED: Final = "Measure these alone; these opt-in ones too."
+_REGISTERS: Final = "Files or modules that register backends."
+Modules = Annotated[list[str] | None, option(_REGISTERS)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Imports:
     """Options of commands that read the registry."""
 
-    file: Annotated[
-        list[str] | None,
-        typer.Argument(help="Files that register backends, e.g. ./my_kernel.py; each is imported alone."),
-    ] = None
+    file: Annotated[list[str] | None, typer.Argument(help=_REGISTERS)] = None
     module: Modules = None
 
 
@@ -85,9 +82,7 @@ class _Output:
     """Options of every command."""
 
     json: Annotated[bool, option("Print one JSON object instead of a table.", "--json")] = False
-    verbose: Annotated[
-        bool, option("Log to standard error, and show every reason of each backend.", "--verbose", "-v")
-    ] = False
+    verbose: Annotated[bool, option("Log to standard error; show every reason.", "--verbose", "-v")] = False
 
 
 @functools.cache
@@ -96,6 +91,17 @@ def _parameters(declared: type) -> tuple[Any, ...]:
     app = typer.Typer(add_completion=False)
     app.command()(declared)
     return tuple(typer.main.get_command(app).params)
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Options on one line, with the type of the last one, and of several not their opposites."""
+    *others, last = names
+    return ", ".join([*(name.partition(" ")[0] for name in others), last.partition(" / ")[0]]) if others else last
+
+
+def _examples(*lines: str) -> str:
+    """A command's epilog: calls of it that work as they are, but for names of files."""
+    return "\n".join(("\b", "Examples:", *(f"  moereg {line}" for line in lines)))
 
 
 class Command(typer.core.TyperCommand):
@@ -115,6 +121,21 @@ class Command(typer.core.TyperCommand):
         before = [one for kind in self.before for one in _parameters(kind) if one.name not in names]
         self._shared = [one.name for one in (*before, *after)]
         super().__init__(*arguments, params=[*before, *params, *after], **others)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """By group, without ranges and defaults, which the texts say; options with one text share its lines."""
+        groups: dict[str, dict[str, list[str]]] = {"Layer": {}, "Choice": {}, "Options": {}}
+        for parameter in self.get_params(ctx):
+            names, text = parameter.get_help_record(ctx)
+            names = names.replace("list[str]", "str").replace(" range", "")
+            group = groups[getattr(parameter, "rich_help_panel", None) or "Options"]
+            group.setdefault(text.partition("  [")[0], []).append(names)
+        formatter.write_paragraph()
+        for title, rows in groups.items():
+            if rows:
+                formatter.write(f"{title}:\n")
+                with formatter.indentation():
+                    formatter.write_dl([(_joined(names), text) for text, names in rows.items()], col_max=25)
 
     def invoke(self, ctx: Any) -> int:
         """Runs the command, whose context has the layer's `ProblemFlags` as its object; returns the exit code."""
@@ -178,16 +199,22 @@ def _moereg(
     """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
 
 
-@app.command(cls=RegistryCommand)
-def info(cells: Annotated[bool, option("Show every cell, not a line a backend.", "--cells")] = False) -> Result:
+@app.command(cls=RegistryCommand, epilog=_examples("info", "info --report"))
+def info(
+    cells: Annotated[bool, option("Show every cell, not a line per backend.", "--cells")] = False,
+    report: Annotated[bool, option("Print a block to paste into a bug report.", "--report")] = False,
+) -> Result:
     """Show this machine, the backends and the plugins."""
-    from moereg.cli._info import collect_info, show_info
+    from moereg.cli._info import collect_info, report_of, show_info
 
     found = collect_info()
+    if report:
+        text = report_of(found)
+        return Result({**found, "report": text}, lambda: print(text))
     return Result(found, lambda: show_info(found, cells))
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=_examples("models", "models --json"))
 def models() -> Result:
     """List the models that --model knows, with their sizes."""
     from moereg.cli._info import list_models, show_models
@@ -195,7 +222,7 @@ def models() -> Result:
     return Result(list_models(), show_models)
 
 
-@app.command(cls=RegistryCommand)
+@app.command(cls=RegistryCommand, epilog=_examples("schemes", "schemes --platform h100"))
 def schemes(platform: Platform = None) -> Result:
     """List the schemes that --quant knows, and who runs each."""
     from moereg.cli._info import list_schemes, show_schemes
@@ -204,14 +231,14 @@ def schemes(platform: Platform = None) -> Result:
     return Result(found, lambda: show_schemes(found, where))
 
 
-@app.command(cls=LayerCommand)
+@app.command(
+    cls=LayerCommand, epilog=_examples("explain --model qwen3-30b-a3b --platform h100", "explain --checkpoint DIR")
+)
 def explain(
     context: typer.Context,
-    reasons: Annotated[bool, option("Show every reason, not the first of a backend.", "--reasons")] = False,
+    reasons: Annotated[bool, option("Show every reason of each backend.", "--reasons")] = False,
     ep: Annotated[int | None, option("Experts over so many ranks.", min=1)] = None,
-    dispatcher: Annotated[
-        str | None, option("With --ep: token dispatchers, such as all_to_all,all_gather; all that fit if left out.")
-    ] = None,
+    dispatcher: Annotated[str | None, option("With --ep: all_to_all,all_gather; else any.")] = None,
 ) -> Result:
     """Show which backend a layer gets, and why."""
     from moereg.cli._explain import explain_checkpoint, explain_layer
@@ -226,7 +253,9 @@ def explain(
     return explain_checkpoint(flags, flags.checkpoint)
 
 
-@app.command(cls=LayerCommand)
+@app.command(
+    cls=LayerCommand, epilog=_examples("run --model qwen3-30b-a3b --tokens 64", "run --checkpoint DIR --layer 3")
+)
 def run(context: typer.Context, seed: Seed = 0) -> Result:
     """Run one layer, check it against the reference, time it."""
     from moereg.cli._bench import run_layer
@@ -234,19 +263,15 @@ def run(context: typer.Context, seed: Seed = 0) -> Result:
     return run_layer(context.obj, seed)
 
 
-@app.command(cls=LayerCommand)
+@app.command(
+    cls=LayerCommand,
+    epilog=_examples("bench my_kernel.py --model qwen3-30b-a3b", "bench --checkpoint DIR --tokens 1,64"),
+)
 def bench(
     context: typer.Context,
-    tokens: Annotated[
-        str | None,
-        option("Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
-    ] = None,
-    routing: Annotated[
-        str, option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", words=_known_routings)
-    ] = "uniform",
-    rounds: Annotated[
-        int | None, option("Timed calls of each backend, 48 if left out; fewer where they take a second.", min=1)
-    ] = None,
+    tokens: Annotated[str | None, option("Such as 1,16,64; else to 4096, 256 on a CPU.")] = None,
+    routing: Annotated[str, option("uniform (default), zipf or one_set.", words=_known_routings)] = "uniform",
+    rounds: Annotated[int | None, option("Most timed calls of each backend; else 48.", min=1)] = None,
     seed: Seed = 0,
 ) -> Result:
     """Compare all backends that fit: numbers first, then speed."""
@@ -258,26 +283,17 @@ def bench(
     return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
 
 
-@app.command(cls=LayerCommand)
+@app.command(
+    cls=LayerCommand, epilog=_examples("tune --model qwen3-30b-a3b", "tune --checkpoint DIR --tokens 1,16,512")
+)
 def tune(
     context: typer.Context,
-    tokens: Annotated[
-        str | None,
-        option(
-            "Most tokens of a call, of which all powers of two are measured, or a list; 8192, 512 on a CPU if left out."
-        ),
-    ] = None,
-    routing: Annotated[
-        str | None,
-        option("Routings that decide, of uniform,zipf; both if left out."),
-    ] = None,
-    require: Annotated[list[str] | None, backends_of("Measure these backends alone.")] = None,
-    prefer: Annotated[list[str] | None, backends_of("Measure these backends too, although they are opt-in.")] = None,
-    seconds: Annotated[float | None, option("Stop after so long; the same command goes on.", min=1)] = None,
-    histogram: Annotated[
-        Path | None,
-        option("Calls by number of tokens in a JSON file, which weigh the choice; decades count alike if left out."),
-    ] = None,
+    tokens: Annotated[str | None, option("A list, or the most; else 8192, 512 on a CPU.")] = None,
+    routing: Annotated[str | None, option("Routings that decide; else uniform,zipf.")] = None,
+    require: Annotated[list[str] | None, backends_of(_MEASURED, group="Choice")] = None,
+    prefer: Annotated[list[str] | None, backends_of(_MEASURED, group="Choice")] = None,
+    seconds: Annotated[float | None, option("Stop then; the same command goes on.", min=1)] = None,
+    histogram: Annotated[Path | None, option("JSON file of calls by tokens, as weights.")] = None,
     seed: Seed = 0,
     refresh: Annotated[bool, option("Measure again what was measured.", "--refresh")] = False,
     dry_run: Annotated[bool, option("Say what would be measured.", "--dry-run")] = False,
@@ -299,22 +315,25 @@ def tune(
         raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@app.command(cls=RegistryCommand)
+@app.command(
+    cls=RegistryCommand,
+    epilog=_examples("quantize --checkpoint DIR --quant int4_w4a16_g128", "quantize --checkpoint DIR"),
+)
 def quantize(
-    checkpoint: Annotated[Path, option("The checkpoint, a directory or a name in the Hub's cache; it is only read.")],
-    layer: Annotated[int | None, option("Compare on this layer, the first with experts if left out.")] = None,
+    checkpoint: Annotated[Path, option("A folder or a name in the Hub's cache; only read.")],
+    layer: Annotated[int | None, option("Of the checkpoint; else the first with experts.")] = None,
     quant: Annotated[
         list[str] | None,
         scheme_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
     ] = None,
-    tokens: Annotated[str | None, option("Tokens of the timed calls; 1,64 if left out.")] = None,
+    tokens: Annotated[str | None, option("Of the timed calls; else 1,64.")] = None,
     inputs: Annotated[
         Path | None,
         option("Real hidden states [T,H] by layer index, in a safetensors file; random ones if left out."),
     ] = None,
     num_local_experts: Annotated[int | None, option("Compare on so many experts alone.")] = None,
-    platform: Annotated[str | None, option("cpu, on a machine that has a GPU.")] = None,
-    require: Annotated[list[str] | None, backends_of("Use one of these backends.")] = None,
+    platform: Annotated[str | None, option("cpu, on a machine that has a GPU.", group="Choice")] = None,
+    require: Annotated[list[str] | None, backends_of("Use one of these backends.", group="Choice")] = None,
     prefer: Prefer = None,
     deny: Deny = None,
     seed: Annotated[int, seed_of("Of random hidden states.")] = 0,
@@ -330,7 +349,7 @@ def quantize(
     return compare_schemes(flags, checkpoint, layer, find_schemes(quant or []), counts, read_inputs(inputs), seed)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=_examples("new-backend my_kernel", "new-backend my_kernel --directory src/mine"))
 def new_backend(
     name: Annotated[str, typer.Argument(help="Of the backend, as requests will spell it, e.g. my_kernel.")],
     directory: Annotated[
@@ -344,17 +363,16 @@ def new_backend(
     return Result(written, lambda: show_wheel(written))
 
 
-@app.command(cls=LayerCommand)
+@app.command(
+    cls=LayerCommand,
+    epilog=_examples("compile --model qwen3-30b-a3b --platform h100", "compile --check --cache kernels"),
+)
 def compile(
     context: typer.Context,
-    tokens: Annotated[str | None, option("Numbers of tokens of a call, e.g. 1-512,1024; 1-16384 if left out.")] = None,
-    cache: Annotated[
-        Path | None, option("Folder to compile into, and to ship; Triton's own cache if left out.")
-    ] = None,
+    tokens: Annotated[str | None, option("Of calls, such as 1-512,1024; else 1-16384.")] = None,
+    cache: Annotated[Path | None, option("Folder to fill and ship; else Triton's cache.")] = None,
     jobs: Jobs = None,
-    check: Annotated[
-        bool, option("Check that the folder serves this machine's Triton, and compile nothing.", "--check")
-    ] = False,
+    check: Annotated[bool, option("Only check that the folder serves here.", "--check")] = False,
 ) -> Result:
     """Compile what a layer launches ahead of its first call."""
     from moereg.cli._compile import check_cache, compile_layer
@@ -369,7 +387,7 @@ def compile(
         raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=_examples("verify my_kernel.py", "verify triton --check numbers"))
 def verify(
     name: Annotated[
         str | None,

@@ -26,6 +26,7 @@ from moereg.errors import CheckpointError, one_line
 from moereg.evidence.ledger import Evidence, evidence_of
 from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA, Selection
+from moereg.selection.ways_out import ways_out
 
 
 def explain_layer(
@@ -157,4 +158,4 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
         shown["verified_on_platform"] = is_verified if decision.accepted else None
         nearest = evidence.nearest(selection.platform)
         shown["verified_on"] = None if nearest is None else {"device": nearest.device, "versions": nearest.versions}
-    return {**values, "verification": found}
+    return {**values, "verification": found, "ways_out": list(ways_out(selection)) if winner is None else []}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform as host
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from packaging.requirements import Requirement
 from rich.text import Text
 
 from moereg._version import __version__
 from moereg.cli._output import picked
 from moereg.cli._show import is_wide, machine, named_machine, new_table, print_notices, print_reasons, say, yes_no
 from moereg.dispatch import machine_reasons
-from moereg.errors import PluginError
+from moereg.errors import PluginError, one_line
 from moereg.evidence.ledger import arch_name, evidence_of
 from moereg.evidence.measured import read_tuning
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE, Quarantine, QuarantineRecord
-from moereg.platforms import Platform, current_platform, platform_of_product, probe_platform
+from moereg.platforms import Platform, current_platform, platform_of_product, probe_cpu, probe_platform
 from moereg.prepare_finalize import DispatcherCell
 from moereg.registry import BUILTIN, BackendCell
 from moereg.selection.decide import requirement_reasons
@@ -26,6 +29,9 @@ from moereg.selection.result import SCHEMA
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.spec.reasons import Reason
+
+_PACKAGES: Final = ("torch", "triton", "transformers", "vllm", "sglang")
+_PLUGIN: Final = ("group", "name", "distribution", "status", "error")
 
 _MOST_NAMES: Final = 3
 """Most platforms to show on one line; the table of cells has all."""
@@ -155,6 +161,36 @@ def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
         say("moereg explain --model NAME says what a layer gets, moereg models lists names")
 
 
+def report_of(info: Mapping[str, Any]) -> str:
+    """The result of `collect_info` as a block to paste into a bug report, without paths of the home folder."""
+    import torch  # For this command alone.
+
+    platform, cpu = machine_shown()[0], probe_cpu()
+    names = {Requirement(text).name for cell in load_backends().cells for text in cell.requires}
+    versions = {name: cpu.versions[name] for name in sorted({*names, *_PACKAGES}) if name in cpu.versions}
+    cells = [(backend["name"], cell) for backend in info["backends"] for cell in backend["cells"]]
+
+    def records(kind: str, last: str) -> list[str]:
+        found = [(f"{name} ({cell['experts']}), {one['scheme']}", one) for name, cell in cells for one in cell[kind]]
+        return [f"{what}{', gradients' if one['trains'] else ''}: {one['date']}, {one[last]}" for what, one in found]
+
+    lines = {
+        "moereg": [f"{info['version']} on {info['platform_error'] or info['platform']}"],
+        "system": [f"Python {host.python_version()}, {host.platform()}"],
+        "packages": [f"{name} {version}" for name, version in versions.items()],
+        "torch": [f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}"],
+        "GPUs": [f"{torch.cuda.device_count()} of {machine(platform)}"] if platform.kind != "cpu" else [],
+        "CPU": [f"{machine(cpu)}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"],
+        "plugins": [" ".join(str(one[key] or "") for key in _PLUGIN).strip() for one in info["plugins"]],
+        "variables": [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MOEREG_")],
+        "quarantined": records("quarantined", "failure"),
+        "admitted": records("admitted", "error"),
+    }
+    text = "\n".join(f"{head}: {one_line(each)}" for head, each_of in lines.items() for each in each_of or ["none"])
+    home = os.path.expanduser("~")
+    return f"```text\n{text.replace(home, '~') if len(home) > 1 else text}\n```"
+
+
 def _show_backends(info: Mapping[str, Any]) -> None:
     """Prints one line per backend: fits 80 columns and, without plugins, one screen."""
     backends = info["backends"]
@@ -233,10 +269,9 @@ def _show_reasons(entries: Iterable[Mapping[str, Any]], what: str) -> None:
 
 def _show_plugins(plugins: Iterable[Mapping[str, Any]], every: bool) -> None:
     """A table of plugins that did not load, or of all, and otherwise a line per distribution."""
-    names = "name", "group", "distribution", "status", "error"
-    rows = [[plugin[name] or "" for name in names] for plugin in plugins if every or plugin["status"] != "loaded"]
+    rows = [[plugin[key] or "" for key in _PLUGIN] for plugin in plugins if every or plugin["status"] != "loaded"]
     if rows:
-        say(new_table("plugin", *names[1:], rows=rows))
+        say(new_table("group", "plugin", *_PLUGIN[2:], rows=rows))
     loaded: dict[str, list[str]] = {}
     for plugin in plugins if not every else ():
         if plugin["status"] == "loaded":

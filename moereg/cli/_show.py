@@ -20,6 +20,7 @@ from moereg.evidence.on_machine import ADMITTED, AdmissionRecord
 from moereg.platforms import Platform
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Decision, Selection, nearest_by_backend
+from moereg.selection.ways_out import ways_out
 from moereg.spec.reasons import Reason
 
 _SOURCES: Final = {
@@ -104,7 +105,7 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
     if winner is None:
         others = selection.alternatives if selection.request.require else ()
         instead = f"; without the request, {' or '.join(others)} would do" if others else ""
-        say(bad(f"nothing fits{instead}"))
+        say(bad(f"nothing fits{instead}"), *(f"- {way}" for way in ways_out(selection)))
     else:
         plan = f"; {selection.plan_text}" if selection.ranges else ""
         say(_verification(winner, platform), good(f"{winner.label}: {source_of(selection)}{plan}"))

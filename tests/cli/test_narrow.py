@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from moereg.cli._commands import LayerCommand, app
 from moereg.cli._output import Result
 from moereg.cli._show import new_table, say, show_selection
 from moereg.cli._tune import _show_winners
@@ -134,3 +137,25 @@ def test_a_table_without_room_is_a_paragraph_per_row(
     monkeypatch.setenv("COLUMNS", "40")
     say(new_table("backend", "scheme", ">rank", rows=rows))
     assert capsys.readouterr().out.splitlines()[2].split() == ["flashinfer_cutlass", "unquantized", "12"]
+
+
+@pytest.mark.parametrize("name", [command.callback.__name__.replace("_", "-") for command in app.registered_commands])
+def test_help_is_a_screen_in_groups_with_examples_that_parse(
+    call: Call, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = call(f"{name} --help")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 80
+    command = typer.main.get_command(app).commands[name]
+    if isinstance(command, LayerCommand):
+        assert [line for line in out.splitlines() if re.fullmatch(r"\w+:", line)] == ["Layer:", "Choice:", "Options:"]
+    # Whatever can be said is there, and said once.
+    words = re.split(r"[\s,]+", out.partition("Examples:")[0])
+    assert not [name for one in command.params for name in one.opts if name.startswith("--") and words.count(name) != 1]
+    _, _, examples = out.partition("Examples:\n")
+    lines = [line.split() for line in examples.splitlines()]
+    assert [line[:2] for line in lines] == [["moereg", name]] * 2
+    for line in lines:
+        command.make_context(name, line[2:])
