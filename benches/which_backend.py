@@ -217,8 +217,8 @@ def plugins_file() -> str:
             for rule in cell.rules:
                 own = row.setdefault(rule.text, [])
                 own += [name for name, one in QUANT_SCHEMES.items() if any(each.serves(one) for each in cell.schemes)]
-    lines = (json.dumps([*key, {rule: sorted({*own}) for rule, own in row.items()}]) for key, row in rows.items())
-    return "[\n" + ",\n".join(lines) + "\n]\n"
+    values = [[*key, {rule: sorted({*own}) for rule, own in row.items()}] for key, row in rows.items()]
+    return json.dumps(values) + "\n"
 
 
 def _platforms() -> list[Platform]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
@@ -93,17 +93,6 @@ def _parameters(declared: type) -> tuple[Any, ...]:
     return tuple(typer.main.get_command(app).params)
 
 
-def _joined(names: Sequence[str]) -> str:
-    """Options on one line, with the type of the last one, and of several not their opposites."""
-    *others, last = names
-    return ", ".join([*(name.partition(" ")[0] for name in others), last.partition(" / ")[0]]) if others else last
-
-
-def _examples(*lines: str) -> str:
-    """A command's epilog: calls of it that work as they are, but for names of files."""
-    return "\n".join(("\b", "Examples:", *(f"  moereg {line}" for line in lines)))
-
-
 class Command(typer.core.TyperCommand):
     """A command, with `--json` and `--verbose` too: it returns a `Result`, which is printed after its work.
 
@@ -127,15 +116,21 @@ class Command(typer.core.TyperCommand):
         groups: dict[str, dict[str, list[str]]] = {"Layer": {}, "Choice": {}, "Options": {}}
         for parameter in self.get_params(ctx):
             names, text = parameter.get_help_record(ctx)
-            names = names.replace("list[str]", "str").replace(" range", "")
             group = groups[getattr(parameter, "rich_help_panel", None) or "Options"]
+            names = names.replace("list[str]", "str").replace(" range", "")
             group.setdefault(text.partition("  [")[0], []).append(names)
         formatter.write_paragraph()
         for title, rows in groups.items():
             if rows:
                 formatter.write(f"{title}:\n")
                 with formatter.indentation():
-                    formatter.write_dl([(_joined(names), text) for text, names in rows.items()], col_max=25)
+                    short = {text: [name.split()[0] for name in names] for text, names in rows.items() if names[1:]}
+                    formatter.write_dl([(", ".join(one), text) for text, one in {**rows, **short}.items()], col_max=25)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Examples, whose arguments the epilog has."""
+        calls = (f"  {ctx.command_path} {arguments}".rstrip() for arguments in self.epilog.split("; "))
+        formatter.write("\n".join(("", "Examples:", *calls, "")))
 
     def invoke(self, ctx: Any) -> int:
         """Runs the command, whose context has the layer's `ProblemFlags` as its object; returns the exit code."""
@@ -199,7 +194,7 @@ def _moereg(
     """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
 
 
-@app.command(cls=RegistryCommand, epilog=_examples("info", "info --report"))
+@app.command(cls=RegistryCommand, epilog="; --report")
 def info(
     cells: Annotated[bool, option("Show every cell, not a line per backend.", "--cells")] = False,
     report: Annotated[bool, option("Print a block to paste into a bug report.", "--report")] = False,
@@ -214,7 +209,7 @@ def info(
     return Result(found, lambda: show_info(found, cells))
 
 
-@app.command(cls=Command, epilog=_examples("models", "models --json"))
+@app.command(cls=Command, epilog="; --json")
 def models() -> Result:
     """List the models that --model knows, with their sizes."""
     from moereg.cli._info import list_models, show_models
@@ -222,7 +217,7 @@ def models() -> Result:
     return Result(list_models(), show_models)
 
 
-@app.command(cls=RegistryCommand, epilog=_examples("schemes", "schemes --platform h100"))
+@app.command(cls=RegistryCommand, epilog="; --platform h100")
 def schemes(platform: Platform = None) -> Result:
     """List the schemes that --quant knows, and who runs each."""
     from moereg.cli._info import list_schemes, show_schemes
@@ -231,9 +226,7 @@ def schemes(platform: Platform = None) -> Result:
     return Result(found, lambda: show_schemes(found, where))
 
 
-@app.command(
-    cls=LayerCommand, epilog=_examples("explain --model qwen3-30b-a3b --platform h100", "explain --checkpoint DIR")
-)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b --platform h100; --checkpoint DIR")
 def explain(
     context: typer.Context,
     reasons: Annotated[bool, option("Show every reason of each backend.", "--reasons")] = False,
@@ -253,9 +246,7 @@ def explain(
     return explain_checkpoint(flags, flags.checkpoint)
 
 
-@app.command(
-    cls=LayerCommand, epilog=_examples("run --model qwen3-30b-a3b --tokens 64", "run --checkpoint DIR --layer 3")
-)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b --tokens 64; --checkpoint DIR --layer 3")
 def run(context: typer.Context, seed: Seed = 0) -> Result:
     """Run one layer, check it against the reference, time it."""
     from moereg.cli._bench import run_layer
@@ -263,10 +254,7 @@ def run(context: typer.Context, seed: Seed = 0) -> Result:
     return run_layer(context.obj, seed)
 
 
-@app.command(
-    cls=LayerCommand,
-    epilog=_examples("bench my_kernel.py --model qwen3-30b-a3b", "bench --checkpoint DIR --tokens 1,64"),
-)
+@app.command(cls=LayerCommand, epilog="my_kernel.py --model qwen3-30b-a3b; --checkpoint DIR --tokens 1,64")
 def bench(
     context: typer.Context,
     tokens: Annotated[str | None, option("Such as 1,16,64; else to 4096, 256 on a CPU.")] = None,
@@ -283,9 +271,7 @@ def bench(
     return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
 
 
-@app.command(
-    cls=LayerCommand, epilog=_examples("tune --model qwen3-30b-a3b", "tune --checkpoint DIR --tokens 1,16,512")
-)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b; --checkpoint DIR --tokens 1,16,512")
 def tune(
     context: typer.Context,
     tokens: Annotated[str | None, option("A list, or the most; else 8192, 512 on a CPU.")] = None,
@@ -315,22 +301,13 @@ def tune(
         raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@app.command(
-    cls=RegistryCommand,
-    epilog=_examples("quantize --checkpoint DIR --quant int4_w4a16_g128", "quantize --checkpoint DIR"),
-)
+@app.command(cls=RegistryCommand, epilog="--checkpoint DIR --quant int4_w4a16_g128; --checkpoint DIR")
 def quantize(
-    checkpoint: Annotated[Path, option("A folder or a name in the Hub's cache; only read.")],
-    layer: Annotated[int | None, option("Of the checkpoint; else the first with experts.")] = None,
-    quant: Annotated[
-        list[str] | None,
-        scheme_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
-    ] = None,
+    checkpoint: Annotated[Path, option("A folder or a name in the Hub's cache.", group="Layer")],
+    layer: Annotated[int | None, option("Of it; else the first with experts.", group="Layer")] = None,
+    quant: Annotated[list[str] | None, scheme_of("Such as nvfp4,int4_*; else all that fit.")] = None,
     tokens: Annotated[str | None, option("Of the timed calls; else 1,64.")] = None,
-    inputs: Annotated[
-        Path | None,
-        option("Real hidden states [T,H] by layer index, in a safetensors file; random ones if left out."),
-    ] = None,
+    inputs: Annotated[Path | None, option("Safetensors of hidden states [T,H] by layer.")] = None,
     num_local_experts: Annotated[int | None, option("Compare on so many experts alone.")] = None,
     platform: Annotated[str | None, option("cpu, on a machine that has a GPU.", group="Choice")] = None,
     require: Annotated[list[str] | None, backends_of("Use one of these backends.", group="Choice")] = None,
@@ -349,12 +326,10 @@ def quantize(
     return compare_schemes(flags, checkpoint, layer, find_schemes(quant or []), counts, read_inputs(inputs), seed)
 
 
-@app.command(cls=Command, epilog=_examples("new-backend my_kernel", "new-backend my_kernel --directory src/mine"))
+@app.command(cls=Command, epilog="my_kernel; my_kernel --directory src/mine")
 def new_backend(
     name: Annotated[str, typer.Argument(help="Of the backend, as requests will spell it, e.g. my_kernel.")],
-    directory: Annotated[
-        Path | None, option("Folder to write into, new or empty; moereg-NAME here if left out.")
-    ] = None,
+    directory: Annotated[Path | None, option("New or empty folder; else moereg-NAME here.")] = None,
 ) -> Result:
     """Write a wheel with one backend, to put a kernel into."""
     from moereg.cli._new_backend import show_wheel, write_wheel
@@ -363,10 +338,7 @@ def new_backend(
     return Result(written, lambda: show_wheel(written))
 
 
-@app.command(
-    cls=LayerCommand,
-    epilog=_examples("compile --model qwen3-30b-a3b --platform h100", "compile --check --cache kernels"),
-)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b --platform h100; --check --cache kernels")
 def compile(
     context: typer.Context,
     tokens: Annotated[str | None, option("Of calls, such as 1-512,1024; else 1-16384.")] = None,
@@ -387,37 +359,21 @@ def compile(
         raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@app.command(cls=Command, epilog=_examples("verify my_kernel.py", "verify triton --check numbers"))
+@app.command(cls=Command, epilog="my_kernel.py; triton --check numbers")
 def verify(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A backend, or a file that registers one, e.g. ./my_backend.py.",
-            autocompletion=completing(known_backends),
-        ),
+        str | None, typer.Argument(help="A backend, or a file of one.", autocompletion=completing(known_backends))
     ] = None,
     module: Modules = None,
-    platform: Annotated[
-        str | None,
-        option("Run as this machine, as its cpu, or as a platform that is imitated here."),
-    ] = None,
-    isolate: Annotated[bool, option("Import and run the backend in a worker process alone.")] = True,
-    seconds: Annotated[float | None, option("Time for everything; layers are drawn until it is over.", min=1)] = None,
-    check_seconds: Annotated[
-        float | None, option("Time for each check; 120, and 300 beside a GPU, if left out.", min=0.1)
-    ] = None,
+    platform: Annotated[str | None, option("This machine, its cpu, or one to imitate.")] = None,
+    isolate: Annotated[bool, option("Import and run it in a worker process alone.")] = True,
+    seconds: Annotated[float | None, option("Time for all; layers are drawn until then.", min=1)] = None,
+    check_seconds: Annotated[float | None, option("Time per check; else 120, 300 by a GPU.", min=0.1)] = None,
     seed: Annotated[int, seed_of("Of the drawn layers.")] = 0,
-    check: Annotated[
-        list[str] | None,
-        option("Run only checks whose id has this text, e.g. numbers, or a drawn layer given as its line of JSON."),
-    ] = None,
-    ledger: Annotated[Path | None, option("Record in this file which cells passed everything on this machine.")] = None,
-    quarantine: Annotated[
-        bool, option("Reject what failed on this machine until its code or versions change.", "--quarantine")
-    ] = False,
-    unquarantine: Annotated[
-        bool, option("Lift the backend's quarantine on this machine, and run nothing.", "--unquarantine")
-    ] = False,
+    check: Annotated[list[str] | None, option("Only checks with this text, or a layer's JSON.")] = None,
+    ledger: Annotated[Path | None, option("Record here which cells passed everything.")] = None,
+    quarantine: Annotated[bool, option("Reject what failed until it changes.", "--quarantine")] = False,
+    unquarantine: Annotated[bool, option("Lift its quarantine; run nothing.", "--unquarantine")] = False,
 ) -> Result:
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import lift_quarantine, quarantine_failures

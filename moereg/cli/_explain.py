@@ -119,6 +119,7 @@ def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
             if selection.winner is None:
                 say(f"nothing fits {selection.problem}:")
                 print_rejected("rejected", selection, flags.verbose)
+                say(*(f"- {way}" for way in ways_out(selection)))
         print_notices(dict.fromkeys((*notices, *(each for one in selections.values() for each in one.notices))))
 
     return Result(found, show, OK if all(layer.backend is not None for layer in layers) else NOTHING_FITS)

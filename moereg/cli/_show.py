@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -169,23 +170,24 @@ def _verified(decision: Decision, platform: Platform) -> Text:
     """Whether a candidate was verified or admitted on this machine, else where it was verified, in a few words."""
     evidence = None if decision.cell is None else evidence_of(decision.cell)
     nearest = None if evidence is None else evidence.nearest(platform)
-    # 80 columns have no room for versions, which the line below the table says of the chosen one.
-    where = "" if nearest is None else nearest.machine_in_brief if is_wide() else nearest.machine[0]
     if nearest is not None and platform.probed and nearest.is_on(platform):
-        return Text(f"yes ({where})", style="green")
+        return Text(f"yes ({nearest.machine[0]})", style="green")
     if (record := admission_of(decision, platform)) is not None:
         return Text(f"admitted {record.date}", style="green")
     if nearest is not None:
-        return Text(f"on {where}", style="green" if nearest.is_on(platform) else "yellow")
+        return Text(f"on {nearest.machine[0]}", style="green" if nearest.is_on(platform) else "yellow")
     return Text("code changed" if evidence is not None and evidence.stale else "no", style="yellow")
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
     """Says where and with what a candidate was verified, and what admission says where no record holds."""
     evidence = Evidence((), (), ()) if decision.cell is None else evidence_of(decision.cell)
-    parts = [f"verified {evidence}"] if evidence.current or evidence.stale else []
+    parts = []
     if all(record.platform != str(platform) for record in evidence.current):
-        parts.insert(0, f"not verified on {arch_name(str(platform))}")
+        parts.append(f"not verified on {arch_name(str(platform))}")
+        evidence = dataclasses.replace(evidence, missing=())  # Which has this platform too.
+    if evidence.current or evidence.stale:
+        parts.append(f"verified {evidence}")
     if record := admission_of(decision, platform):
         parts.append(f"admitted {record.date}: off by {record.error:.2g}, bound {record.bound:.2g}")
     if is_checked_at_first_use(decision, platform, evidence):

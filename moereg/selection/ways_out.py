@@ -32,16 +32,13 @@ def ways_out(selection: Selection) -> tuple[str, ...]:
             wish = f", on request: require={backend!r}" if opt_in else ""
             found.append(f"pip install ./plugins/{plugin} of the source tree brings {backend}{wish}")
     reading = [one.cell for one in decisions if one.cell and all(why.code != "quant_scheme" for why in one.reasons)]
-    rules = {rule.text: rule for cell in reading for rule in cell.rules}
-    from_on = [rule for text, rule in rules.items() if text.endswith("+")]
-    # Without rules that another one covers: `cuda:sm90` beside `cuda:sm89+`.
-    texts = [
-        text
-        for text, rule in rules.items()
-        if not any(one is not rule and rule.instance and one.matches(rule.instance) for one in from_on)
-    ]
-    if texts:
-        found.append(f"kernels at hand compute {name} on {' or '.join(texts)}, not on {platform}")
+    rules = dict.fromkeys(rule for cell in reading for rule in cell.rules)
+    for wide in [rule for rule in rules if rule.text.endswith("+")]:
+        # `cuda:sm90` goes without saying beside `cuda:sm89+`.
+        rules = {one: None for one in rules if one is wide or not (one.instance and wide.matches(one.instance))}
+    if rules:
+        texts = " or ".join(rule.text for rule in rules)
+        found.append(f"kernels at hand compute {name} on {texts}, not on {platform}")
     if problem.quant.weight is not None:
         plain = dataclasses.replace(problem, quant="unquantized")
         if winner := decide(plain, platform, Request(), load_backends().cells).winner:

@@ -169,6 +169,19 @@ def test_sixteen_bits_of_a_model_that_is_released_quantized(call_json: CallJson)
         assert call_json(f"explain {line} --platform cuda:sm90")[1]["notices"] == []
 
 
+def test_a_platform_without_a_record_is_said_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"backend": "triton", "experts": "TritonExperts", "schemes": ("unquantized",), "rule": "cuda:sm80+"}
+    record |= {"tier": "kernel", "platform": "cuda:sm90", "device": "NVIDIA H200", "commit": ""}
+    record |= {"versions": {"torch": "2.11.0", "triton": "3.6.0"}}
+    made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
+    monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
+    monkeypatch.setattr(ledger, "class_digest", lambda experts: "of the code")
+    out = " ".join(call("explain --model qwen3-30b-a3b --platform rocm:gfx942")[1].split())
+    verified = "verified on H200 with torch 2.11, triton 3.6 (sm90, 2026-11-22)"
+    ending = "checked at first use there triton (TritonExperts): chosen by priority"
+    assert out.endswith(f"not verified on gfx942; {verified}; {ending}")
+
+
 def test_explain_says_whether_its_choice_was_verified(
     call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
 ) -> None:

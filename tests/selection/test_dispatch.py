@@ -823,6 +823,35 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
+def test_a_selection_is_a_line_in_a_shell_and_a_table_in_a_notebook(fakes: BackendRegistry) -> None:
+    add("fast", 2, platforms=("cuda:sm80+",))
+    add("far", 3, platforms=("rocm:gfx942",))
+    selection = explain_backends(problem_of(), H100)
+    line = (
+        "Selection(E8 H64 I96 k2 bfloat16 unquantized silu on cuda:sm90: fast (Fast) of tests by priority, "
+        "1 of 2 candidates fit)"
+    )
+    assert repr(selection) == str(selection) == line
+    page = selection._repr_html_()
+    assert page.count("<tr>") == 3
+    assert f"<caption>{line}</caption>" in page
+    assert "<td>fast (Fast) of tests</td><td>cuda:sm80+</td><td>unquantized</td><td>2</td><td>chosen</td>" in page
+    assert "<td>3</td><td>requires platform in (rocm:gfx942), got cuda:sm90</td>" in page
+    refused = explain_backends(problem_of(), H100, deny="fast")
+    assert repr(refused).endswith("on cuda:sm90: nothing fits, 0 of 2 candidates fit)")
+    assert "&lt;b&gt;" in dataclasses.replace(refused, platform=dataclasses.replace(H100, arch="<b>"))._repr_html_()
+
+
+def test_who_requires_a_backend_hears_of_it_alone(fakes: BackendRegistry) -> None:
+    add("fast", 2)
+    add("far", 3, platforms=("rocm:gfx942",))
+    with pytest.raises(UnsupportedProblemError) as raised:
+        select_backend(problem_of(), H100, require="far")
+    first, *lines = str(raised.value).splitlines()
+    assert "without the request, fast would do" in first
+    assert lines == ["  far (Far) of tests: requires platform in (rocm:gfx942), got cuda:sm90"]
+
+
 @pytest.mark.parametrize("cells", [40, 80])
 def test_selecting_is_little_work(fakes: BackendRegistry, cells: int) -> None:
     for number in range(cells):
