@@ -115,7 +115,7 @@ class Command(typer.core.TyperCommand):
         """By group, without ranges and defaults, which the texts say; options with one text share its lines."""
         groups: dict[str, dict[str, list[str]]] = {"Layer": {}, "Choice": {}, "Options": {}}
         for parameter in self.get_params(ctx):
-            names, text = parameter.get_help_record(ctx)
+            names, text = parameter.get_help_record(ctx) or ("", "")
             group = groups[getattr(parameter, "rich_help_panel", None) or "Options"]
             names = names.replace("list[str]", "str").replace(" range", "")
             group.setdefault(text.partition("  [")[0], []).append(names)
@@ -129,8 +129,9 @@ class Command(typer.core.TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Examples, whose arguments the epilog has."""
-        calls = (f"  {ctx.command_path} {arguments}".rstrip() for arguments in self.epilog.split("; "))
-        formatter.write("\n".join(("", "Examples:", *calls, "")))
+        if self.epilog:
+            calls = (f"  {ctx.command_path} {arguments}".rstrip() for arguments in self.epilog.split("; "))
+            formatter.write("\n".join(("", "Examples:", *calls, "")))
 
     def invoke(self, ctx: Any) -> int:
         """Runs the command, whose context has the layer's `ProblemFlags` as its object; returns the exit code."""

@@ -400,7 +400,7 @@ class MoEKernel:
         return self.ranged.run(prepared, self.held.now)
 
     def __dir__(self) -> list[str]:
-        """What users call, without what only moereg's other modules do."""
+        """The names for users, without those that only moereg's other modules use."""
         ours = ("_", "check_and_run", "count", "held", "ranged", "run_", "training_kernel")
         return [name for name in super().__dir__() if not name.startswith(ours)]
 

@@ -1,4 +1,4 @@
-"""What serves a layer that no kernel at hand serves: a plugin, another machine, or weights in 16 bits."""
+"""Ways out for a layer that no kernel at hand serves: a plugin, another machine, or weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def ways_out(selection: Selection) -> tuple[str, ...]:
     problem, platform, decisions = selection.problem, selection.platform, selection.decisions
     if any(not {"platform", "quant_scheme"} & {reason.code for reason in one.reasons} for one in decisions):
         return ()
-    found, name = [], problem.quant.name
+    found: list[str] = []
+    name = problem.quant.name
     for plugin, backend, opt_in, schemes_of in json.loads(PLUGINS.read_bytes()):
         fits = any(name in schemes and PlatformRule(rule).matches(platform) for rule, schemes in schemes_of.items())
         if fits and not problem.exact_activations and not selection.request.require:
