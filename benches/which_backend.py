@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import pathlib
 import re
 import sys
@@ -204,6 +205,20 @@ def _words_of(cell: BackendCell) -> str:
     own = re.search(rf"^- `{cell.name}`: (.+?)(?=^- |^$|\Z)", text, re.MULTILINE | re.DOTALL)
     words = " ".join((own[1] if own else text.split("\n\n")[0]).split())
     return words.removeprefix("Registers the backend ").removeprefix(f"`{cell.name}`").lstrip(": ").rstrip(".")
+
+
+def plugins_file() -> str:
+    """The content of `moereg.selection.ways_out.PLUGINS`: a row per backend of the tree's plugins."""
+    found, projects, _ = world()
+    rows: dict[tuple[str, str, bool], dict[str, list[str]]] = {}
+    for cell in found.cells:
+        if cell.origin != BUILTIN and cell.tier == "kernel":
+            row = rows.setdefault((projects[cell.origin]["name"], cell.name, cell.opt_in), {})
+            for rule in cell.rules:
+                own = row.setdefault(rule.text, [])
+                own += [name for name, one in QUANT_SCHEMES.items() if any(each.serves(one) for each in cell.schemes)]
+    values = [[*key, {rule: sorted({*own}) for rule, own in row.items()}] for key, row in rows.items()]
+    return json.dumps(values) + "\n"
 
 
 def _platforms() -> list[Platform]:

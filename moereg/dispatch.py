@@ -22,6 +22,7 @@ from moereg.selection.decide import decide, evaluate, rank, requirement_reasons
 from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.request import Names, Request
 from moereg.selection.result import Decision, Selection
+from moereg.selection.ways_out import ways_out
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import Reason
 
@@ -130,7 +131,8 @@ def select_backend(
     selection = explain_backends(problem, platform, require, prefer, deny)
     winner = selection.winner
     if winner is None:
-        raise UnsupportedProblemError(selection.refusal, selection)
+        text = "\n".join((selection.refusal, *(f"way out: {way}" for way in ways_out(selection))))
+        raise UnsupportedProblemError(text, selection)
     if winner.tier == "emulation":
         warnings.warn(
             f"only an emulation fits {problem} on {selection.platform}: {winner.backend}; "
@@ -143,9 +145,9 @@ def select_backend(
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
     if next(_log_counts(key)) == 0:
-        chosen, *others = (f"{one.backend}{one.of_wheel}" for one in selection.decisions if one.accepted)
+        chosen, *others = (one.label for one in selection.decisions if one.accepted)
         new = [f"; {notice}" for notice in selection.notices if notice not in selection.request.notices]
-        by = f"({winner.experts}), computes {winner.computes}, by {selection.source}"
+        by = f"computes {winner.computes}, by {selection.source}"
         next_ = f"{', '.join(others) or 'none'}{''.join(new)}"
-        logger.info("MoE %s on %s: %s %s; next: %s", selection.problem, selection.platform, chosen, by, next_)
+        logger.info("MoE %s on %s: %s, %s; next: %s", selection.problem, selection.platform, chosen, by, next_)
     return selection

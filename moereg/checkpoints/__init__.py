@@ -15,6 +15,6 @@ Terms of this package:
 the public functions.
 """
 
-from moereg.checkpoints._load import CheckpointLayer, load_experts, moe_layers, read_problem
+from moereg.checkpoints._load import CheckpointLayer, load_experts, moe_layers, read_problem, read_problems
 
-__all__ = ["CheckpointLayer", "load_experts", "moe_layers", "read_problem"]
+__all__ = ["CheckpointLayer", "load_experts", "moe_layers", "read_problem", "read_problems"]

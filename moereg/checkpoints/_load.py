@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Final
 
 import torch
@@ -139,13 +139,21 @@ def read_problem(path: str | os.PathLike[str], layer: int, **overrides: Any) -> 
         RequestError: An override contradicts the checkpoint.
         ArgumentError: An override's value does not fit the layer.
     """
+    return read_problems(path, (layer,), **overrides)[layer]
+
+
+def read_problems(
+    path: str | os.PathLike[str], layers: Iterable[int] | None = None, **overrides: Any
+) -> dict[int, MoEProblem]:
+    """As `read_problem` for several layers, by index: those with experts where None. Opens each file once."""
     if facts := sorted(set(overrides) - set(_OVERRIDES)):
         raise RequestError(
             f"{facts[0]} cannot be overridden, got {facts[0]}={overrides[facts[0]]!r}: the checkpoint decides it; "
             f"leave it out (can be overridden: {', '.join(_OVERRIDES)})"
         )
     with CheckpointFiles(path) as files:
-        return dataclasses.replace(list_layer(files, layer).problem, **overrides)
+        indices = moe_layer_indices(files) if layers is None else layers
+        return {index: dataclasses.replace(list_layer(files, index).problem, **overrides) for index in indices}
 
 
 def load_experts(

@@ -34,7 +34,6 @@ from moereg.cli._show import (
     is_wide,
     machine,
     new_table,
-    of_wheel,
     print_notices,
     print_rejected,
     say,
@@ -55,7 +54,6 @@ from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
 from moereg.numerics.reference import LayerCall
 from moereg.platforms import Platform, current_platform, probe_cpu, torch_device
-from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.progress import Advance
@@ -274,6 +272,8 @@ def result_of_run(
         "failure": (row and row.failure) or None,
         "damage": (row and row.damage) or None,
         "time_us": compared and compared.time_us,
+        "p10_us": compared and compared.timing and compared.timing.p10_us,
+        "p90_us": compared and compared.timing and compared.timing.p90_us,
         "permute_ms": compared and permute_ms,
         "selection": selection.to_dict(),
     }
@@ -282,7 +282,7 @@ def result_of_run(
         if winner is None or compared is None or permute_ms is None:
             show_selection(selection, subject, all_reasons)
             if winner is not None and row is not None:
-                damage = f"WRONG: {winner.backend} of {winner.provider}: {row.damage}"
+                damage = f"WRONG: {winner.label}: {row.damage}"
                 say(bad(f"FAILED: {row.failure}" if row.failure else damage))
             return
         verdict = good("right") if passed else bad("WRONG")
@@ -290,10 +290,12 @@ def result_of_run(
         verdict.append(f"{compared.tolerance:.1e} of the reference")
         tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
         time = f"{format_us(compared.time_us)} a call of {num_tokens} tokens"
+        if compared.timing:
+            time += f" (p10 to p90: {format_us_range(compared.timing.p10_us, compared.timing.p90_us)})"
         rows = {
             "layer": f"{subject}: {selection.problem}",
             "platform": machine(selection.platform),
-            "backend": f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}",
+            "backend": f"{winner.label}, {source_of(selection)}{tier}",
             "computed as": winner.computes,
             "weights": f"{format_bytes(weights_bytes)}, permuted in {format_us(1e3 * permute_ms)}",
             "time": time if compared.timing else "none, since the numbers are wrong",
@@ -306,7 +308,7 @@ def result_of_run(
         say(table)
         for one in selection.decisions[1:]:
             if one.accepted:
-                say(f"not chosen: {one.backend} ({one.experts}){of_wheel(one)}: fits, priority {one.priority}")
+                say(f"not chosen: {one.label}: fits, priority {one.priority}")
         print_rejected("not chosen", selection, all_reasons)
         # Selecting the backend has already logged the request's notices.
         print_notices(notice for notice in selection.notices if notice not in selection.request.notices)
@@ -441,54 +443,45 @@ def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: b
     """
     winner = selection.winner
     assert winner is not None
-    candidates = dict.fromkeys(row.decision for row in rows)
-    names = [decision.backend for decision in candidates]
-    labels = {
-        one: f"{one.backend} ({one.experts})" if names.count(one.backend) > 1 else one.backend for one in candidates
-    }
-    # Only if it is informative, since the table fills a terminal's width.
-    with_origin = any(decision.origin != BUILTIN for decision in candidates)
-    origin = ("origin",) if with_origin else ()
     # 80 columns have no room for figures derived from the time.
     rates, share = ((">TFLOP/s", ">GB/s"), ">% of roofline") if is_wide() else ((), ">roofline")
-    table = new_table(">T", "", "backend", *origin, ">time", ">p10 to p90", *rates, share, ">error")
+    table: list[Sequence[str | Text] | None] = []
     faster: dict[Decision, list[int]] = {}
     for num_tokens in dict.fromkeys(row.num_tokens for row in rows):
         ordered = [row for row in rows if row.num_tokens == num_tokens]
         ordered.sort(key=lambda row: (row.timing is None, row.time_us if row.timing else 0.0))
         for row in ordered:
             is_first = row is ordered[0]
-            table.add_row(
+            cells = (
                 f"{num_tokens:,}" if is_first else "",
                 good("fastest") if is_first and row.timing else "",
-                labels[row.decision],
-                *([row.decision.provider] if with_origin else []),
+                row.decision.label,
                 *_times(row, bool(rates)),
                 _error(row),
             )
-        table.add_section()
+            table.append(cells)
+        table.append(None)
         first, default = ordered[0], next((row for row in ordered if row.decision is winner), None)
         is_other = default is not None and first.decision.backend != winner.backend
         if is_other and default is not None and default.time_us > _TIE * first.time_us:  # False for NaN.
             faster.setdefault(first.decision, []).append(num_tokens)
-    say(table)
+    say(new_table(">T", "", "backend", ">time", ">p10 to p90", *rates, share, ">error", rows=table))
     for row in rows:
         if row.failure:
-            say(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
+            say(f"{row.decision.label} failed at {row.num_tokens} tokens: {row.failure}")
         if row.damage:
-            label = f"{labels[row.decision]} of {row.decision.provider}"
-            say(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
+            say(f"{row.decision.label} is WRONG at {row.num_tokens} tokens: {row.damage}")
     print_rejected("not compared", selection, all_reasons)
     print_notices(selection.notices)
     for decision, token_counts in faster.items():
         # An emulation goes after every kernel, whatever is preferred.
         word = "prefer" if decision.tier == winner.tier else "require"
         say(
-            f"faster at T={','.join(map(str, token_counts))}: {labels[decision]}{of_wheel(decision)}; "
+            f"faster at T={','.join(map(str, token_counts))}: {decision.label}; "
             f"MOEREG_{word.upper()}={decision.backend} or {word}={decision.backend!r} gives it to layers"
         )
-    say(Text(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}", style="bold"))
-    if wrong := dict.fromkeys(labels[row.decision] for row in rows if not row.passed):
+    say(Text(f"a layer gets {winner.label}: {source_of(selection)}", style="bold"))
+    if wrong := dict.fromkeys(row.decision.label for row in rows if not row.passed):
         say(bad(f"not right: {', '.join(wrong)}"))
 
 

@@ -62,21 +62,18 @@ def _known_routings() -> Iterable[str]:
     return ROUTINGS
 
 
-Seed = Annotated[int, seed_of("Of weights, hidden states and routing.")]
-Jobs = Annotated[int | None, option("Compilers at once; as memory allows if left out.", min=1)]
-Modules = Annotated[
-    list[str] | None, option("Import this module or file too, which registers backends, e.g. my_package.backend.")
-]
+Seed = Annotated[int, seed_of("Of weights, inputs and routing; 0 if left out.")]
+Jobs = Annotated[int | None, option("Compilers at once; else as memory allows.", min=1)]
+_MEASURED: Final = "Measure these alone; these opt-in ones too."
+_REGISTERS: Final = "Files or modules that register backends."
+Modules = Annotated[list[str] | None, option(_REGISTERS)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Imports:
     """Options of commands that read the registry."""
 
-    file: Annotated[
-        list[str] | None,
-        typer.Argument(help="Files that register backends, e.g. ./my_kernel.py; each is imported alone."),
-    ] = None
+    file: Annotated[list[str] | None, typer.Argument(help=_REGISTERS)] = None
     module: Modules = None
 
 
@@ -85,9 +82,7 @@ class _Output:
     """Options of every command."""
 
     json: Annotated[bool, option("Print one JSON object instead of a table.", "--json")] = False
-    verbose: Annotated[
-        bool, option("Log to standard error, and show every reason of each backend.", "--verbose", "-v")
-    ] = False
+    verbose: Annotated[bool, option("Log to standard error; show every reason.", "--verbose", "-v")] = False
 
 
 @functools.cache
@@ -115,6 +110,28 @@ class Command(typer.core.TyperCommand):
         before = [one for kind in self.before for one in _parameters(kind) if one.name not in names]
         self._shared = [one.name for one in (*before, *after)]
         super().__init__(*arguments, params=[*before, *params, *after], **others)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """By group, without ranges and defaults, which the texts say; options with one text share its lines."""
+        groups: dict[str, dict[str, list[str]]] = {"Layer": {}, "Choice": {}, "Options": {}}
+        for parameter in self.get_params(ctx):
+            names, text = parameter.get_help_record(ctx) or ("", "")
+            group = groups[getattr(parameter, "rich_help_panel", None) or "Options"]
+            names = names.replace("list[str]", "str").replace(" range", "")
+            group.setdefault(text.partition("  [")[0], []).append(names)
+        formatter.write_paragraph()
+        for title, rows in groups.items():
+            if rows:
+                formatter.write(f"{title}:\n")
+                with formatter.indentation():
+                    short = {text: [name.split()[0] for name in names] for text, names in rows.items() if names[1:]}
+                    formatter.write_dl([(", ".join(one), text) for text, one in {**rows, **short}.items()], col_max=25)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Examples, whose arguments the epilog has."""
+        if self.epilog:
+            calls = (f"  {ctx.command_path} {arguments}".rstrip() for arguments in self.epilog.split("; "))
+            formatter.write("\n".join(("", "Examples:", *calls, "")))
 
     def invoke(self, ctx: Any) -> int:
         """Runs the command, whose context has the layer's `ProblemFlags` as its object; returns the exit code."""
@@ -178,16 +195,22 @@ def _moereg(
     """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
 
 
-@app.command(cls=RegistryCommand)
-def info(cells: Annotated[bool, option("Show every cell, not a line a backend.", "--cells")] = False) -> Result:
+@app.command(cls=RegistryCommand, epilog="; --report")
+def info(
+    cells: Annotated[bool, option("Show every cell, not a line per backend.", "--cells")] = False,
+    report: Annotated[bool, option("Print a block to paste into a bug report.", "--report")] = False,
+) -> Result:
     """Show this machine, the backends and the plugins."""
-    from moereg.cli._info import collect_info, show_info
+    from moereg.cli._info import collect_info, report_of, show_info
 
     found = collect_info()
+    if report:
+        text = report_of(found)
+        return Result({**found, "report": text}, lambda: print(text))
     return Result(found, lambda: show_info(found, cells))
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="; --json")
 def models() -> Result:
     """List the models that --model knows, with their sizes."""
     from moereg.cli._info import list_models, show_models
@@ -195,7 +218,7 @@ def models() -> Result:
     return Result(list_models(), show_models)
 
 
-@app.command(cls=RegistryCommand)
+@app.command(cls=RegistryCommand, epilog="; --platform h100")
 def schemes(platform: Platform = None) -> Result:
     """List the schemes that --quant knows, and who runs each."""
     from moereg.cli._info import list_schemes, show_schemes
@@ -204,37 +227,27 @@ def schemes(platform: Platform = None) -> Result:
     return Result(found, lambda: show_schemes(found, where))
 
 
-@app.command(cls=LayerCommand)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b --platform h100; --checkpoint DIR")
 def explain(
     context: typer.Context,
-    model_dir: Annotated[
-        Path | None, option("Every layer of the model of this directory's config.json, as transformers builds it.")
-    ] = None,
-    reasons: Annotated[bool, option("Show every reason, not the first of a backend.", "--reasons")] = False,
+    reasons: Annotated[bool, option("Show every reason of each backend.", "--reasons")] = False,
     ep: Annotated[int | None, option("Experts over so many ranks.", min=1)] = None,
-    dispatcher: Annotated[
-        str | None, option("With --ep: token dispatchers, such as all_to_all,all_gather; all that fit if left out.")
-    ] = None,
+    dispatcher: Annotated[str | None, option("With --ep: all_to_all,all_gather; else any.")] = None,
 ) -> Result:
     """Show which backend a layer gets, and why."""
-    from moereg.cli._explain import explain_layer, explain_model_dir
+    from moereg.cli._explain import explain_checkpoint, explain_layer
 
     flags = context.obj
     if dispatcher is not None and ep is None:
         raise UsageError("--dispatcher says how tokens move between ranks; say with --ep how many there are")
-    if model_dir is not None and (flags.layer is not None or reasons):
-        name = "--reasons" if flags.layer is None else "--layer"
-        raise UsageError(
-            f"{name} is about one layer and --model-dir about all of them; give --checkpoint {model_dir} for one"
-        )
-    if model_dir is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint asks for one layer and --model-dir for all of them; leave one out")
-    if model_dir is not None:
-        return explain_model_dir(flags, model_dir)
-    return explain_layer(flags, find_subject(flags), ep, dispatcher, reasons or flags.verbose)
+    if flags.checkpoint is None or flags.layer is not None:
+        return explain_layer(flags, find_subject(flags), ep, dispatcher, reasons or flags.verbose)
+    if reasons or ep is not None:
+        raise UsageError(f"{'--reasons' if reasons else '--ep'} is about one layer of a checkpoint; add --layer N")
+    return explain_checkpoint(flags, flags.checkpoint)
 
 
-@app.command(cls=LayerCommand)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b --tokens 64; --checkpoint DIR --layer 3")
 def run(context: typer.Context, seed: Seed = 0) -> Result:
     """Run one layer, check it against the reference, time it."""
     from moereg.cli._bench import run_layer
@@ -242,19 +255,12 @@ def run(context: typer.Context, seed: Seed = 0) -> Result:
     return run_layer(context.obj, seed)
 
 
-@app.command(cls=LayerCommand)
+@app.command(cls=LayerCommand, epilog="my_kernel.py --model qwen3-30b-a3b; --checkpoint DIR --tokens 1,64")
 def bench(
     context: typer.Context,
-    tokens: Annotated[
-        str | None,
-        option("Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
-    ] = None,
-    routing: Annotated[
-        str, option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", words=_known_routings)
-    ] = "uniform",
-    rounds: Annotated[
-        int | None, option("Timed calls of each backend, 48 if left out; fewer where they take a second.", min=1)
-    ] = None,
+    tokens: Annotated[str | None, option("Such as 1,16,64; else to 4096, 256 on a CPU.")] = None,
+    routing: Annotated[str, option("uniform (default), zipf or one_set.", words=_known_routings)] = "uniform",
+    rounds: Annotated[int | None, option("Most timed calls of each backend; else 48.", min=1)] = None,
     seed: Seed = 0,
 ) -> Result:
     """Compare all backends that fit: numbers first, then speed."""
@@ -266,26 +272,15 @@ def bench(
     return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
 
 
-@app.command(cls=LayerCommand)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b; --checkpoint DIR --tokens 1,16,512")
 def tune(
     context: typer.Context,
-    tokens: Annotated[
-        str | None,
-        option(
-            "Most tokens of a call, of which all powers of two are measured, or a list; 8192, 512 on a CPU if left out."
-        ),
-    ] = None,
-    routing: Annotated[
-        str | None,
-        option("Routings that decide, of uniform,zipf; both if left out."),
-    ] = None,
-    require: Annotated[list[str] | None, backends_of("Measure these backends alone.")] = None,
-    prefer: Annotated[list[str] | None, backends_of("Measure these backends too, although they are opt-in.")] = None,
-    seconds: Annotated[float | None, option("Stop after so long; the same command goes on.", min=1)] = None,
-    histogram: Annotated[
-        Path | None,
-        option("Calls by number of tokens in a JSON file, which weigh the choice; decades count alike if left out."),
-    ] = None,
+    tokens: Annotated[str | None, option("A list, or the most; else 8192, 512 on a CPU.")] = None,
+    routing: Annotated[str | None, option("Routings that decide; else uniform,zipf.")] = None,
+    require: Annotated[list[str] | None, backends_of(_MEASURED, group="Choice")] = None,
+    prefer: Annotated[list[str] | None, backends_of(_MEASURED, group="Choice")] = None,
+    seconds: Annotated[float | None, option("Stop then; the same command goes on.", min=1)] = None,
+    histogram: Annotated[Path | None, option("JSON file of calls by tokens, as weights.")] = None,
     seed: Seed = 0,
     refresh: Annotated[bool, option("Measure again what was measured.", "--refresh")] = False,
     dry_run: Annotated[bool, option("Say what would be measured.", "--dry-run")] = False,
@@ -307,22 +302,16 @@ def tune(
         raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@app.command(cls=RegistryCommand)
+@app.command(cls=RegistryCommand, epilog="--checkpoint DIR --quant int4_w4a16_g128; --checkpoint DIR")
 def quantize(
-    checkpoint: Annotated[Path, option("The checkpoint, a directory or a name in the Hub's cache; it is only read.")],
-    layer: Annotated[int | None, option("Compare on this layer, the first with experts if left out.")] = None,
-    quant: Annotated[
-        list[str] | None,
-        scheme_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
-    ] = None,
-    tokens: Annotated[str | None, option("Tokens of the timed calls; 1,64 if left out.")] = None,
-    inputs: Annotated[
-        Path | None,
-        option("Real hidden states [T,H] by layer index, in a safetensors file; random ones if left out."),
-    ] = None,
+    checkpoint: Annotated[Path, option("A folder or a name in the Hub's cache.", group="Layer")],
+    layer: Annotated[int | None, option("Of it; else the first with experts.", group="Layer")] = None,
+    quant: Annotated[list[str] | None, scheme_of("Such as nvfp4,int4_*; else all that fit.")] = None,
+    tokens: Annotated[str | None, option("Of the timed calls; else 1,64.")] = None,
+    inputs: Annotated[Path | None, option("Safetensors of hidden states [T,H] by layer.")] = None,
     num_local_experts: Annotated[int | None, option("Compare on so many experts alone.")] = None,
-    platform: Annotated[str | None, option("cpu, on a machine that has a GPU.")] = None,
-    require: Annotated[list[str] | None, backends_of("Use one of these backends.")] = None,
+    platform: Annotated[str | None, option("cpu, on a machine that has a GPU.", group="Choice")] = None,
+    require: Annotated[list[str] | None, backends_of("Use one of these backends.", group="Choice")] = None,
     prefer: Prefer = None,
     deny: Deny = None,
     seed: Annotated[int, seed_of("Of random hidden states.")] = 0,
@@ -338,12 +327,10 @@ def quantize(
     return compare_schemes(flags, checkpoint, layer, find_schemes(quant or []), counts, read_inputs(inputs), seed)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="my_kernel; my_kernel --from my_kernel.py")
 def new_backend(
     name: Annotated[str, typer.Argument(help="Of the backend, as requests will spell it, e.g. my_kernel.")],
-    directory: Annotated[
-        Path | None, option("Folder to write into, new or empty; moereg-NAME here if left out.")
-    ] = None,
+    directory: Annotated[Path | None, option("New or empty folder; else moereg-NAME here.")] = None,
     source: Annotated[Path | None, option("File that registers the backend, to put into the plugin.", "--from")] = None,
     triton: Annotated[bool, option("Write a template whose kernel is Triton.", "--triton")] = False,
 ) -> Result:
@@ -356,17 +343,13 @@ def new_backend(
     return Result(written, lambda: show_wheel(written, is_complete=source is not None))
 
 
-@app.command(cls=LayerCommand)
+@app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b --platform h100; --check --cache kernels")
 def compile(
     context: typer.Context,
-    tokens: Annotated[str | None, option("Numbers of tokens of a call, e.g. 1-512,1024; 1-16384 if left out.")] = None,
-    cache: Annotated[
-        Path | None, option("Folder to compile into, and to ship; Triton's own cache if left out.")
-    ] = None,
+    tokens: Annotated[str | None, option("Of calls, such as 1-512,1024; else 1-16384.")] = None,
+    cache: Annotated[Path | None, option("Folder to fill and ship; else Triton's cache.")] = None,
     jobs: Jobs = None,
-    check: Annotated[
-        bool, option("Check that the folder serves this machine's Triton, and compile nothing.", "--check")
-    ] = False,
+    check: Annotated[bool, option("Only check that the folder serves here.", "--check")] = False,
 ) -> Result:
     """Compile what a layer launches ahead of its first call."""
     from moereg.cli._compile import check_cache, compile_layer
@@ -381,37 +364,21 @@ def compile(
         raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="my_kernel.py; triton --check numbers")
 def verify(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A backend, or a file that registers one, e.g. ./my_backend.py.",
-            autocompletion=completing(known_backends),
-        ),
+        str | None, typer.Argument(help="A backend, or a file of one.", autocompletion=completing(known_backends))
     ] = None,
     module: Modules = None,
-    platform: Annotated[
-        str | None,
-        option("Run as this machine, as its cpu, or as a platform that is imitated here."),
-    ] = None,
-    isolate: Annotated[bool, option("Import and run the backend in a worker process alone.")] = True,
-    seconds: Annotated[float | None, option("Time for everything; layers are drawn until it is over.", min=1)] = None,
-    check_seconds: Annotated[
-        float | None, option("Time for each check; 120, and 300 beside a GPU, if left out.", min=0.1)
-    ] = None,
+    platform: Annotated[str | None, option("This machine, its cpu, or one to imitate.")] = None,
+    isolate: Annotated[bool, option("Import and run it in a worker process alone.")] = True,
+    seconds: Annotated[float | None, option("Time for all; layers are drawn until then.", min=1)] = None,
+    check_seconds: Annotated[float | None, option("Time per check; else 120, 300 by a GPU.", min=0.1)] = None,
     seed: Annotated[int, seed_of("Of the drawn layers.")] = 0,
-    check: Annotated[
-        list[str] | None,
-        option("Run only checks whose id has this text, e.g. numbers, or a drawn layer given as its line of JSON."),
-    ] = None,
-    ledger: Annotated[Path | None, option("Record in this file which cells passed everything on this machine.")] = None,
-    quarantine: Annotated[
-        bool, option("Reject what failed on this machine until its code or versions change.", "--quarantine")
-    ] = False,
-    unquarantine: Annotated[
-        bool, option("Lift the backend's quarantine on this machine, and run nothing.", "--unquarantine")
-    ] = False,
+    check: Annotated[list[str] | None, option("Only checks with this text, or a layer's JSON.")] = None,
+    ledger: Annotated[Path | None, option("Record here which cells passed everything.")] = None,
+    quarantine: Annotated[bool, option("Reject what failed until it changes.", "--quarantine")] = False,
+    unquarantine: Annotated[bool, option("Lift its quarantine; run nothing.", "--unquarantine")] = False,
 ) -> Result:
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import lift_quarantine, quarantine_failures

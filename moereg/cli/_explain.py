@@ -1,4 +1,4 @@
-"""`moereg explain`: the choice for a layer, or for every layer of a transformers model."""
+"""`moereg explain`: the choice for a layer, or for every layer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from moereg.cli._output import NOTHING_FITS, OK, Result
 from moereg.cli._show import (
     bad,
     is_checked_at_first_use,
-    is_wide,
-    named,
     named_machine,
     new_table,
     print_notices,
@@ -24,10 +22,11 @@ from moereg.cli._show import (
     source_of,
 )
 from moereg.dispatch import explain_backends
-from moereg.errors import one_line
+from moereg.errors import CheckpointError, one_line
 from moereg.evidence.ledger import Evidence, evidence_of
 from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA, Selection
+from moereg.selection.ways_out import ways_out
 
 
 def explain_layer(
@@ -66,17 +65,28 @@ def explain_layer(
     return Result(found, show_both, OK if winner is not None and selection.winner is not None else NOTHING_FITS)
 
 
-def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
-    from moereg.integrations.transformers import explain_model, grouped
+def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
+    """Selects for every layer with experts, as tensors' headers say, or else as transformers reads config.json."""
+    from moereg.checkpoints import read_problems
+    from moereg.integrations.transformers import LayerChoice, explain_model, grouped
 
-    flags.check_no_checkpoint_facts("--model-dir")
-    layers = explain_model(path, flags.platform, **flags.request(), **flags.wishes())
+    flags.check_no_checkpoint_facts()
+    load_backends()  # A plugin's platforms are known once it is loaded.
+    layers: tuple[LayerChoice, ...] = ()
+    notices = list(flags.notices())
+    try:
+        problems = read_problems(path, **flags.wishes())
+        each = {one: explain_backends(one, flags.platform, **flags.request()) for one in {*problems.values()}}
+        layers = tuple(LayerChoice(f"layers.{index}", "", one, each[one]) for index, one in problems.items())
+    except CheckpointError as error:
+        notices.append(f"from config.json alone: {error}")
+    layers = layers or explain_model(path, flags.platform, **flags.request(), **flags.wishes())
     # Each distinct layer's once.
     selections = {layer.problem: layer.selection for layer in layers if layer.selection}
     place = {problem: index for index, problem in enumerate(selections)}
     found = {
         "schema": SCHEMA,
-        "model_dir": str(path),
+        "checkpoint": str(path),
         "layers": [
             {
                 "name": layer.name,
@@ -88,6 +98,7 @@ def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
             for layer in layers
         ],
         "selections": [selection_with_evidence(selection) for selection in selections.values()],
+        "notices": notices,
     }
 
     def show() -> None:
@@ -99,18 +110,17 @@ def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
             first, selection = group[0], group[0].selection
             winner = None if selection is None else selection.winner
             why = source_of(selection) if selection is not None and winner is not None else "nothing fits"
-            backend = Text("none", style="red") if winner is None else named(winner)
+            backend = Text("none", style="red") if winner is None else winner.label
             layer = first.class_name if first.problem is None else str(first.problem)
             names = _range_of(first.name, group[-1].name)
             rows.append((names, str(len(group)), layer, backend, first.refusal or why))
-        # On 80 columns the layer's text may be folded between its parts.
-        keep = () if is_wide() else ("experts", "backend")
-        say(new_table("experts", "layers", "layer", "backend", "why", rows=rows, keep=keep))
+        say(new_table("experts", "layers", "layer", "backend", "why", rows=rows))
         for selection in selections.values():
             if selection.winner is None:
                 say(f"nothing fits {selection.problem}:")
                 print_rejected("rejected", selection, flags.verbose)
-        print_notices(dict.fromkeys(notice for one in selections.values() for notice in one.notices))
+                say(*(f"- {way}" for way in ways_out(selection)))
+        print_notices(dict.fromkeys((*notices, *(each for one in selections.values() for each in one.notices))))
 
     return Result(found, show, OK if all(layer.backend is not None for layer in layers) else NOTHING_FITS)
 
@@ -149,4 +159,4 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
         shown["verified_on_platform"] = is_verified if decision.accepted else None
         nearest = evidence.nearest(selection.platform)
         shown["verified_on"] = None if nearest is None else {"device": nearest.device, "versions": nearest.versions}
-    return {**values, "verification": found}
+    return {**values, "verification": found, "ways_out": list(ways_out(selection)) if winner is None else []}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform as host
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from packaging.requirements import Requirement
 from rich.text import Text
 
 from moereg._version import __version__
 from moereg.cli._output import picked
-from moereg.cli._show import is_wide, machine, named_machine, new_table, print_notices, print_reasons, say, yes_no
+from moereg.cli._show import machine, named_machine, new_table, print_notices, print_reasons, say, yes_no
 from moereg.dispatch import machine_reasons
-from moereg.errors import PluginError
+from moereg.errors import PluginError, one_line
 from moereg.evidence.ledger import arch_name, evidence_of
 from moereg.evidence.measured import read_tuning
-from moereg.evidence.on_machine import ADMITTED, QUARANTINE, Quarantine, QuarantineRecord
-from moereg.platforms import Platform, current_platform, platform_of_product, probe_platform
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE, Quarantine
+from moereg.platforms import Platform, current_platform, platform_of_product, probe_cpu, probe_platform
 from moereg.prepare_finalize import DispatcherCell
 from moereg.registry import BUILTIN, BackendCell
 from moereg.selection.decide import requirement_reasons
@@ -26,6 +29,8 @@ from moereg.selection.result import SCHEMA
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.spec.reasons import Reason
+
+_PLUGIN: Final = ("group", "name", "distribution", "status", "error")
 
 _MOST_NAMES: Final = 3
 """Most platforms to show on one line; the table of cells has all."""
@@ -133,17 +138,10 @@ def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
     say(f"moereg {info['version']} on {machine(platform)}")
     if info["platform_error"] is not None:
         say(f"it is not settled which machine this is: {info['platform_error']}")
-    registry, quarantine, admitted = load_backends(), QUARANTINE.read(), ADMITTED.read()
-    held = {cell: quarantine.of_cell(cell, platform) for name in registry.names for cell in registry.by_name(name)}
-    _show_cells(info, held, platform) if with_cells else _show_backends(info)
-    failed = [record for records in held.values() for record in records]
-    passed = [record for cell in held for record in admitted.of_cell(cell, platform)]
-    if failed:
-        say(f"quarantined here, in {QUARANTINE.path()}:")
-    say(*(f"  - {one.backend} ({one.experts}), {one.computed}: {one.reason.text}" for one in failed))
-    if passed:
-        say(f"admitted here, in {ADMITTED.path()}:")
-    say(*(f"  - {one.backend} ({one.experts}), {one.computed}: {one.date}" for one in passed))
+    _show_cells(info, platform) if with_cells else _show_backends(info)
+    for kind, file in (("quarantined", QUARANTINE), ("admitted", ADMITTED)):
+        if records := _records(info, kind):
+            say(f"{kind} here, in {file.path()}:", *(f"  - {record}" for record in records))
     _show_plugins(info["plugins"], with_cells)
     for pack in info["packs"]:
         why = pack["unused"].get("") or ", ".join(f"{name} ({reason})" for name, reason in pack["unused"].items())
@@ -155,26 +153,57 @@ def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
         say("moereg explain --model NAME says what a layer gets, moereg models lists names")
 
 
+def _records(info: Mapping[str, Any], kind: str) -> list[str]:
+    """The `quarantined` or `admitted` cells, a line each."""
+    return [
+        f"{backend['name']} ({cell['experts']}), {one['scheme']}{', gradients' if one['trains'] else ''}: {one['date']}"
+        + (f", {one['failure']}" if "failure" in one else "")
+        for backend in info["backends"]
+        for cell in backend["cells"]
+        for one in cell[kind]
+    ]
+
+
+def report_of(info: Mapping[str, Any]) -> str:
+    """The result of `collect_info` as a block to paste into a bug report, without paths of the home folder."""
+    import torch  # For this command alone.
+
+    platform, cpu = machine_shown()[0], probe_cpu()
+    names = {"torch", "triton", "transformers", "vllm", "sglang"}
+    names.update(Requirement(text).name for cell in load_backends().cells for text in cell.requires)
+    lines = {
+        "moereg": [f"{info['version']} on {info['platform_error'] or info['platform']}"],
+        "system": [f"Python {host.python_version()}, {host.platform()}"],
+        "packages": [f"{name} {cpu.versions[name]}" for name in sorted(names & {*cpu.versions})],
+        "torch": [f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}"],
+        "GPUs": [f"{torch.cuda.device_count()} of {machine(platform)}"] if platform.kind != "cpu" else [],
+        "CPU": [f"{machine(cpu)}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"],
+        "plugins": [" ".join(str(one[key] or "") for key in _PLUGIN).strip() for one in info["plugins"]],
+        "variables": [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MOEREG_")],
+        "quarantined": _records(info, "quarantined"),
+        "admitted": _records(info, "admitted"),
+    }
+    text = "\n".join(f"{head}: {one_line(each)}" for head, each_of in lines.items() for each in each_of or ["none"])
+    home = os.path.expanduser("~")
+    return f"```text\n{text.replace(home, '~') if len(home) > 1 else text}\n```"
+
+
 def _show_backends(info: Mapping[str, Any]) -> None:
     """Prints one line per backend: fits 80 columns and, without plugins, one screen."""
     backends = info["backends"]
-    # On 80 columns the lines about plugins say so.
-    with_origin = is_wide() and any(backend["origin"] != BUILTIN for backend in backends)
-    columns = "backend", *(["origin"] if with_origin else []), "schemes", "platforms", "runs here", "verified on"
     rows = []
     for backend in backends:
         rules = dict.fromkeys(rule for cell in backend["cells"] for rule in cell["platforms"])
         rows.append(
             (
-                backend["name"],
-                *([backend["origin"]] if with_origin else []),
+                backend["name"] + ("" if backend["origin"] == BUILTIN else f" of {backend['origin']}"),
                 str(len({name for cell in backend["cells"] for name in cell["quant_schemes"]})),
                 _short(_rule_name(rule) for rule in rules),
                 _runs(backend),
                 _verified(backend["cells"]),
             )
         )
-    say(new_table(*(f">{name}" if name == "schemes" else name for name in columns), rows=rows, keep=("backend",)))
+    say(new_table("backend", ">schemes", "platforms", "runs here", "verified on", rows=rows))
     records = [record for backend in backends for cell in backend["cells"] for record in cell["verified"]]
     with_versions = sorted({record["machine"] for record in records if not record["stale"]})
     if with_versions:
@@ -186,9 +215,8 @@ def _show_backends(info: Mapping[str, Any]) -> None:
     )
 
 
-def _show_cells(
-    info: Mapping[str, Any], held: Mapping[BackendCell, Sequence[QuarantineRecord]], platform: Platform
-) -> None:
+def _show_cells(info: Mapping[str, Any], platform: Platform) -> None:
+    registry, quarantine = load_backends(), QUARANTINE.read()
     columns = "backend", "experts", "computes", "platforms", ">priority", "tier", "runs here", "verified"
     rows = [
         (
@@ -198,10 +226,13 @@ def _show_cells(
             ", ".join(rule.text for rule in cell.rules),
             str(cell.priority),
             cell.tier,
-            "quarantined" if len(records) == len(cell.schemes) else yes_no(not machine_reasons(cell, platform)),
+            "quarantined"
+            if len(quarantine.of_cell(cell, platform)) == len(cell.schemes)
+            else yes_no(not machine_reasons(cell, platform)),
             str(evidence_of(cell)),
         )
-        for cell, records in held.items()
+        for name in registry.names
+        for cell in registry.by_name(name)
     ]
     say(new_table(*columns, rows=rows))
     _show_reasons(info["backends"], "")
@@ -233,10 +264,9 @@ def _show_reasons(entries: Iterable[Mapping[str, Any]], what: str) -> None:
 
 def _show_plugins(plugins: Iterable[Mapping[str, Any]], every: bool) -> None:
     """A table of plugins that did not load, or of all, and otherwise a line per distribution."""
-    names = "name", "group", "distribution", "status", "error"
-    rows = [[plugin[name] or "" for name in names] for plugin in plugins if every or plugin["status"] != "loaded"]
+    rows = [[plugin[key] or "" for key in _PLUGIN] for plugin in plugins if every or plugin["status"] != "loaded"]
     if rows:
-        say(new_table("plugin", *names[1:], rows=rows))
+        say(new_table("group", "plugin", *_PLUGIN[2:], rows=rows))
     loaded: dict[str, list[str]] = {}
     for plugin in plugins if not every else ():
         if plugin["status"] == "loaded":
@@ -326,7 +356,7 @@ def show_schemes(found: dict[str, Any], platform: Platform) -> None:
         names = [*row["backends"], *(f"{name} (emulated)" for name in row["emulated_by"])]
         formats = _format(row["weight"], "row"), _format(row["activation"], "token")
         rows.append((row["name"], *formats, ", ".join(names) or "none"))
-    table = new_table("scheme", "weights", "activations", "backends", rows=rows, keep=("scheme",))
+    table = new_table("scheme", "weights", "activations", "backends", rows=rows)
     say(f"on {named_machine(platform)}", table)
     print_notices(found["notices"])
 

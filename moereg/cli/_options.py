@@ -31,12 +31,14 @@ class UsageError(MoeregError, ValueError):
 Names = Iterable[str] | Callable[[], Iterable[str]]
 
 
-def option(help: str, *names: str, words: Names | None = None, **others: Any) -> Any:
+def option(help: str, *names: str, words: Names | None = None, group: str | None = None, **others: Any) -> Any:
     """Declares an option that the tab key completes with some words; `others` are arguments of typer.
 
-    It needs `names` where it can only be set, since typer otherwise adds `--no-NAME`.
+    It needs `names` where it can only be set, since typer otherwise adds `--no-NAME`. Options of one group with the
+    same help share its lines.
     """
-    return typer.Option(*names, help=help, autocompletion=completing(words) if words else None, **others)
+    complete = completing(words) if words else None
+    return typer.Option(*names, help=help, autocompletion=complete, rich_help_panel=group, **others)
 
 
 def completing(names: Names) -> Callable[[str], list[str]]:
@@ -62,46 +64,45 @@ platform_of = functools.partial(option, words=("cpu", *dict.fromkeys(PRODUCTS.va
 backends_of = functools.partial(option, words=known_backends)
 seed_of = functools.partial(option, min=0, max=2**63 - 2)
 
-Platform = Annotated[str | None, platform_of("A platform such as cuda:sm90 or h100; this machine's if left out.")]
-Prefer = Annotated[list[str] | None, backends_of("Use these backends first where they fit.")]
-Deny = Annotated[list[str] | None, backends_of("Use none of these backends.")]
+Platform = Annotated[str | None, platform_of("Such as cuda:sm90 or h100; else this machine.", group="Choice")]
+Prefer = Annotated[list[str] | None, backends_of("Use these backends first where they fit.", group="Choice")]
+Deny = Annotated[list[str] | None, backends_of("Use none of these backends.", group="Choice")]
+
+_of_layer = functools.partial(option, group="Layer")
+_size_of = functools.partial(_of_layer, "Sizes: experts, hidden, of one expert, top k.")
+_fact_of = functools.partial(_of_layer, "Biases in both products; weights on the input.")
+_demand_of = functools.partial(option, "CUDA graphs; equal bits; scheme's activations.", group="Choice")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProblemFlags:
     """The options that describe a layer and a request, and how much to show; None if not given."""
 
-    model: Annotated[str | None, option("A known model's layer, e.g. qwen3-30b-a3b.", words=MODEL_SHAPES)] = None
-    experts: Annotated[int | None, option("Experts of the layer.")] = None
-    hidden: Annotated[int | None, option("Hidden size.")] = None
-    intermediate: Annotated[int | None, option("Intermediate size of one expert.")] = None
-    top_k: Annotated[int | None, option("Experts a token.")] = None
-    quant: Annotated[str | None, scheme_of("Scheme of the checkpoint's weights.")] = None
-    dtype: Annotated[str | None, option("bfloat16, float16 or float32.", words=DTYPES)] = None
-    activation: Annotated[str | None, option("silu, gelu, gelu_tanh, swigluoai or relu2.", words=ACTIVATIONS)] = None
-    swiglu_limit: Annotated[float | None, option("Clamp of gate and up.")] = None
-    bias: Annotated[bool | None, option("Both matmuls have a bias.")] = None
-    activation_format: Annotated[str | None, option("standard or batched.")] = None
-    num_local_experts: Annotated[int | None, option("Experts on one rank, fewer than the layer's.")] = None
-    router_weight_on_input: Annotated[bool | None, option("The routing weight scales the expert's input.")] = None
-    graph_capture: Annotated[bool, option("Has to run in a CUDA graph.", "--graph-capture")] = False
-    deterministic: Annotated[bool, option("Has to give the same bits each time.", "--deterministic")] = False
-    exact_activations: Annotated[
-        bool, option("Activations quantized as the scheme says.", "--exact-activations")
-    ] = False  # fmt: skip
+    model: Annotated[str | None, _of_layer("A known model's layer, e.g. qwen3-30b-a3b.", words=MODEL_SHAPES)] = None
+    checkpoint: Annotated[Path | None, _of_layer("A checkpoint's folder or name in the Hub's cache.")] = None
+    layer: Annotated[int | None, _of_layer("Of the checkpoint; else the first with experts.")] = None
+    experts: Annotated[int | None, _size_of()] = None
+    hidden: Annotated[int | None, _size_of()] = None
+    intermediate: Annotated[int | None, _size_of()] = None
+    top_k: Annotated[int | None, _size_of()] = None
+    quant: Annotated[str | None, scheme_of("Scheme of the checkpoint's weights.", group="Layer")] = None
+    dtype: Annotated[str | None, _of_layer("bfloat16, float16 or float32.", words=DTYPES)] = None
+    activation: Annotated[str | None, _of_layer("silu, gelu, gelu_tanh, swigluoai, relu2.", words=ACTIVATIONS)] = None
+    swiglu_limit: Annotated[float | None, _of_layer("Clamp of gate and up.")] = None
+    bias: Annotated[bool | None, _fact_of()] = None
+    router_weight_on_input: Annotated[bool | None, _fact_of()] = None
+    activation_format: Annotated[str | None, _of_layer("standard or batched.")] = None
+    num_local_experts: Annotated[int | None, _of_layer("Experts on one rank, fewer than all.")] = None
+    graph_capture: Annotated[bool, _demand_of("--graph-capture")] = False
+    deterministic: Annotated[bool, _demand_of("--deterministic")] = False
+    exact_activations: Annotated[bool, _demand_of("--exact-activations")] = False
     tokens: Annotated[int | None, option("Tokens of one call.", min=0)] = None
     platform: Platform = None
     require: Annotated[
-        list[str] | None,
-        backends_of("Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*."),
+        list[str] | None, backends_of("Use one of these or fail: a,b, scheme=a, a_*.", group="Choice")
     ] = None
     prefer: Prefer = None
     deny: Deny = None
-    checkpoint: Annotated[
-        Path | None,
-        option("A layer of this checkpoint, a directory or a name in the Hub's cache, not of a model or sizes."),
-    ] = None
-    layer: Annotated[int | None, option("Of the checkpoint; the first with experts if left out.")] = None
     verbose: bool = False
 
     def problem(self) -> MoEProblem:
@@ -148,11 +149,13 @@ class ProblemFlags:
         """Keywords of `select_backend`; a repeated option adds to its list."""
         return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
 
-    def check_no_checkpoint_facts(self, option: str = "--checkpoint") -> None:
+    def check_no_checkpoint_facts(self) -> None:
         """Rejects flags that the checkpoint decides."""
         for field in ("model", *_SIZES, *_FACTS, "activation", "swiglu_limit"):
             if getattr(self, field) is not None:
-                raise UsageError(f"{_flag(field)} cannot be combined with {option}, which decides it; leave one out")
+                raise UsageError(
+                    f"{_flag(field)} cannot be combined with --checkpoint, which decides it; leave one out"
+                )
 
     def _given(self, keywords: Mapping[str, str]) -> dict[str, Any]:
         values = {keyword: getattr(self, field) for field, keyword in keywords.items()}

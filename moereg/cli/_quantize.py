@@ -242,6 +242,8 @@ class _Work:
                     "time_us": row.time_us,
                     "original_us": original_us,
                     "speedup": original_us / row.time_us,
+                    "p10_us": row.timing.p10_us if row.timing else math.nan,
+                    "p90_us": row.timing.p90_us if row.timing else math.nan,
                     **picked(row, "relative_error", "tolerance", "passed"),
                     "failure": row.failure or None,
                     "damage": row.damage or None,
@@ -316,7 +318,7 @@ def _show_rows(values: Mapping[str, Any]) -> None:
         label = Text(f"{row['quant']}{mark}", style="bold green" if mark else "")
         errors = (f"{row[name]:.1%}" for name in ("weights_error", "output_error"))
         table.append([label, format_bytes(row["bytes"]), *errors, *(_time(row, time) for time in row["times"])])
-    say(new_table("scheme", ">size", ">weights", ">output", *counts, rows=table, keep=("scheme",)))
+    say(new_table("scheme", ">size", ">weights", ">output", *counts, rows=table))
     if unbeaten:
         say("* Pareto-optimal: nothing here is smaller, more accurate and faster")
     if any(row["tier"] != "kernel" for row in rows):
@@ -325,6 +327,9 @@ def _show_rows(values: Mapping[str, Any]) -> None:
         say(f"computed with 16-bit activations, which are nearer: {', '.join(others)}")
     backends = sorted({row["backend"] for row in rows})
     say(f"ran on {', '.join(backends)}; 2.0x is twice the original's speed, which was timed again beside each scheme")
+    times = [time for row in rows for time in row["times"] if time["passed"]]
+    spread = max(((time["p90_us"] - time["p10_us"]) / time["time_us"] for time in times), default=0.0)
+    say(f"calls of one scheme differ by up to {spread:.0%} of their time (p10 to p90)")
 
 
 def _time(row: Mapping[str, Any], time: Mapping[str, Any]) -> str | Text:

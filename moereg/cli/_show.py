@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,9 +19,9 @@ from moereg.cli._output import console
 from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.evidence.on_machine import ADMITTED, AdmissionRecord
 from moereg.platforms import Platform
-from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Decision, Selection, nearest_by_backend
+from moereg.selection.ways_out import ways_out
 from moereg.spec.reasons import Reason
 
 _SOURCES: Final = {
@@ -52,19 +55,37 @@ def is_wide() -> bool:
     return console(sys.stdout).width >= 110
 
 
-def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), keep: Sequence[str] = ()) -> Table:
-    """A table: `>` before a head aligns its column to the right, a row of None begins another section.
+def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None]) -> RenderableType:
+    """A table that breaks no word: `>` before a head aligns its column to the right, a row of None begins a section.
 
-    Columns to `keep` are never folded.
+    The widest columns are folded first, between words. A console without room for every column's longest word gets a
+    paragraph for each row instead.
     """
+    heads, rows = [column.removeprefix(">") for column in columns], list(rows)
+    by_column = itertools.zip_longest(heads, *filter(None, rows), fillvalue="")
+    texts = [[str(cell) for cell in column] for column in by_column]
+    least = [max(map(cell_len, " ".join(column).split()), default=0) for column in texts]
+    widths = [max(map(cell_len, "\n".join(column).split("\n"))) for column in texts]
+    room = console(sys.stdout).width - 2 * len(columns) + 1
+    if sum(least) > room:
+        return Group(*(each for row in rows if row for each in _paragraph(heads, row)))
+    while sum(widths) > room:
+        widths[max(range(len(widths)), key=lambda at: (widths[at] > least[at], widths[at]))] -= 1
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        name = column.removeprefix(">")
-        # Folded, never truncated, since users need whole names.
-        table.add_column(name, overflow="fold", justify="left" if name == column else "right", no_wrap=name in keep)
+    for head, column, width in zip(heads, columns, widths, strict=True):
+        table.add_column(head, width=width, overflow="fold", justify="left" if head == column else "right")
     for row in rows:
         table.add_section() if row is None else table.add_row(*row)
     return table
+
+
+def _paragraph(heads: Sequence[str], row: Sequence[str | Text]) -> Iterator[RenderableType]:
+    """A row of a table as text: its name, and below it the other columns with their heads."""
+    start = 1 if heads[0] else 2  # A column without a head marks the row whose name comes next.
+    yield Text(" ").join(Text.assemble(cell) for cell in row[:start])
+    others = zip(heads[start:], row[start:], strict=False)
+    facts = [Text.assemble(f"{head} ", cell) for head, cell in others if str(cell) not in ("", "-")]
+    yield Padding(Text("; ").join(facts), (0, 0, 0, 2), expand=False)
 
 
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
@@ -85,10 +106,10 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
     if winner is None:
         others = selection.alternatives if selection.request.require else ()
         instead = f"; without the request, {' or '.join(others)} would do" if others else ""
-        say(bad(f"nothing fits{instead}"))
+        say(bad(f"nothing fits{instead}"), *(f"- {way}" for way in ways_out(selection)))
     else:
         plan = f"; {selection.plan_text}" if selection.ranges else ""
-        say(_verification(winner, platform), good(f"{named(winner)}: {source_of(selection)}{plan}"))
+        say(_verification(winner, platform), good(f"{winner.label}: {source_of(selection)}{plan}"))
 
 
 def answers(selection: Selection) -> list[Decision]:
@@ -130,31 +151,19 @@ def print_rejected(label: str, selection: Selection, all_reasons: bool = False) 
         say(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}")
 
 
-def _decision_table(decisions: Sequence[Decision], winner: Decision | None, platform: Platform) -> Table:
-    wide, backends = is_wide(), [decision.backend for decision in decisions]
-    # On 80 columns, show the class only if it distinguishes candidates, and the origin only if one is a plugin.
-    has_origin = wide or any(decision.origin != BUILTIN for decision in decisions)
-    columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if wide else [])]
-    table = new_table(*columns, "platforms", "computed as", ">priority", "verified")
-    for decision in decisions:
-        is_one_of_many = not wide and backends.count(decision.backend) > 1
-        table.add_row(
+def _decision_table(decisions: Sequence[Decision], winner: Decision | None, platform: Platform) -> RenderableType:
+    rows = [
+        (
             _MARKS[decision.accepted] if decision is not winner else good("chosen"),
-            decision.backend + (f"\n({decision.experts.removesuffix('Experts')})" if is_one_of_many else ""),
-            *([decision.provider] if has_origin else []),
-            *([decision.experts] if wide else []),
+            decision.label,
             decision.rule,
             decision.computes if decision.tier == "kernel" else f"{decision.computes}, {decision.tier}",
             str(decision.priority),
             _verified(decision, platform) if decision.accepted else "",
         )
-    # Platforms are folded first, between their parts.
-    names = table.columns[: len(columns)]
-    width = sum(max((len(str(cell)) for cell in column.cells), default=0) for column in names)
-    for column in names if width < console(sys.stdout).width / 2 else ():
-        column.no_wrap = True
-    table.columns[1].min_width = max(map(len, backends), default=0)
-    return table
+        for decision in decisions
+    ]
+    return new_table("", "backend", "platforms", "computed as", ">priority", "verified", rows=rows)
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
@@ -162,20 +171,23 @@ def _verified(decision: Decision, platform: Platform) -> Text:
     evidence = None if decision.cell is None else evidence_of(decision.cell)
     nearest = None if evidence is None else evidence.nearest(platform)
     if nearest is not None and platform.probed and nearest.is_on(platform):
-        return Text(f"yes ({nearest.machine_in_brief})", style="green")
+        return Text(f"yes ({nearest.machine[0]})", style="green")
     if (record := admission_of(decision, platform)) is not None:
         return Text(f"admitted {record.date}", style="green")
     if nearest is not None:
-        return Text(f"on {nearest.machine_in_brief}", style="green" if nearest.is_on(platform) else "yellow")
+        return Text(f"on {nearest.machine[0]}", style="green" if nearest.is_on(platform) else "yellow")
     return Text("code changed" if evidence is not None and evidence.stale else "no", style="yellow")
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
     """Says where and with what a candidate was verified, and what admission says where no record holds."""
     evidence = Evidence((), (), ()) if decision.cell is None else evidence_of(decision.cell)
-    parts = [f"verified {evidence}"] if evidence.current or evidence.stale else []
+    parts = []
     if all(record.platform != str(platform) for record in evidence.current):
-        parts.insert(0, f"not verified on {arch_name(str(platform))}")
+        parts.append(f"not verified on {arch_name(str(platform))}")
+        evidence = dataclasses.replace(evidence, missing=())  # Which has this platform too.
+    if evidence.current or evidence.stale:
+        parts.append(f"verified {evidence}")
     if record := admission_of(decision, platform):
         parts.append(f"admitted {record.date}: off by {record.error:.2g}, bound {record.bound:.2g}")
     if is_checked_at_first_use(decision, platform, evidence):
@@ -200,13 +212,8 @@ def is_checked_at_first_use(decision: Decision, platform: Platform, evidence: Ev
     return not is_known and (not platform.probed or ADMITTED.path() is not None)
 
 
-def of_wheel(decision: Decision) -> str:
-    """The plugin that a candidate comes from, for the middle of a line; empty if built in."""
-    return "" if decision.origin == BUILTIN else f" of {decision.provider}"
-
-
 def named(decision: Decision) -> str:
-    return f"{decision.backend}{of_wheel(decision)}"
+    return f"{decision.backend}{decision.of_wheel}"
 
 
 def versions_of(measured_on: Mapping[str, Any]) -> str:

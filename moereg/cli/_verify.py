@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._options import UsageError, check_files
 from moereg.cli._output import console, print_aside
 from moereg.cli._progress import phase
+from moereg.cli._show import new_table
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
 from moereg.registry import API_VERSION
@@ -125,13 +125,9 @@ def show_verify(report: Report, modules: Sequence[str]) -> None:
     device = f" ({one_line(report.device)})" if report.device else ""
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
     target.print(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("experts", "platforms", "computes", "runs", *_COLUMNS):
-        table.add_column(column, overflow="fold", no_wrap=column == "experts")
-    for cell in report.cells:
-        table.add_row(*_row(report, cell))
-    if table.row_count:
-        target.print(table)
+    if report.cells:
+        rows = [_row(report, cell) for cell in report.cells]
+        target.print(new_table("experts", "platforms", "computes", "runs", *_COLUMNS, rows=rows))
     by_cause = _by_cause(report.failures)
     for place, results in enumerate(by_cause[:_MOST_SHOWN]):
         _show_failures(report, results, in_full=place == 0)

@@ -25,7 +25,7 @@ import torch
 
 from moereg.arguments import check_flag, check_text
 from moereg.dispatch import Names, explain_backends, select_backend
-from moereg.errors import ArgumentError, one_line, shown
+from moereg.errors import ArgumentError, UnsupportedProblemError, one_line, shown
 from moereg.integrations._experts import memory, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
@@ -270,7 +270,10 @@ def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Nam
     except ArgumentError as error:
         raise serving.refused(module, error, found.name) from error
     dtype = getattr(torch, live.dtype) if live.dtype else _hidden_dtype(model)
-    selection = select_backend(serving.problem_of(module, live, top_k, dtype), platform, **request)
+    try:
+        selection = select_backend(serving.problem_of(module, live, top_k, dtype), platform, **request)
+    except UnsupportedProblemError as error:
+        raise UnsupportedProblemError(f"{found.name}: {error}", error.selection) from None
     return _Plan(found, top_k, dtype, selection)
 
 

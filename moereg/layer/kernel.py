@@ -399,6 +399,11 @@ class MoEKernel:
         """The rows, new, that the experts make of what arrived from other ranks."""
         return self.ranged.run(prepared, self.held.now)
 
+    def __dir__(self) -> list[str]:
+        """The names for users, without those that only moereg's other modules use."""
+        ours = ("_", "check_and_run", "count", "held", "ranged", "run_", "training_kernel")
+        return [name for name in super().__dir__() if not name.startswith(ours)]
+
     def __repr__(self) -> str:
         plan = ((each.selection.backend or "none", each.most) for each in self.ranged.ranges)
         names = [f"{backend} to {most}" if most else backend for backend, most in plan]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import html
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,6 +138,11 @@ class Decision(Verdict):
     cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
     scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    @property
+    def label(self) -> str:
+        """Its backend and class, and the distribution of others: `torch (TorchPackedExperts)`."""
+        return f"{self.backend} ({self.experts}){self.of_wheel}"
+
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` shows it."""
         return {
@@ -219,7 +225,7 @@ def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
     return decision
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Selection(Choice[Decision]):
     """The outcome for one problem on one platform.
 
@@ -255,6 +261,21 @@ class Selection(Choice[Decision]):
                 f"the plan of a selection must have ranges that ascend, from 1 token up, and end with the winner's, "
                 f"which is open, got {found}; select again"
             )
+
+    def __repr__(self) -> str:
+        chosen = f"{self.winner.label} by {self.source}" if self.winner else "nothing fits"
+        count = sum(one.accepted for one in self.decisions)
+        return (
+            f"Selection({self.problem} on {self.platform}: {chosen}, {count} of {len(self.decisions)} candidates fit)"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [("backend", "platforms", "computes", "priority", "")]
+        for one in nearest_by_backend(self.decisions):
+            why = "; ".join(reason.text for reason in one.reasons) or ("chosen" if one is self.winner else "fits")
+            rows.append((one.label, one.rule, one.computes, str(one.priority), why))
+        lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+        return f"<table><caption>{html.escape(repr(self))}</caption><tr>{'<tr>'.join(lines)}</table>"
 
     @property
     def backend(self) -> str | None:
@@ -317,9 +338,10 @@ class Selection(Choice[Decision]):
             lines[0] += nearest[0].nearest(nearest[0].backend)
         if self.request.require and self.instead:
             lines[0] += f"; {'without the request, ' if self.alternatives else ''}{self.instead} would do"
-        for decision in nearest:
+        # Whoever requires some asks about these alone.
+        for decision in [one for one in nearest if all(why.code != "not_required" for why in one.reasons)] or nearest:
             reasons = "; ".join(reason.text for reason in decision.reasons)
-            lines.append(f"  {decision.backend} ({decision.experts}{decision.of_wheel}): {reasons}")
+            lines.append(f"  {decision.label}: {reasons}")
         return "\n".join(lines if nearest else [*lines, "  no backend is registered"])
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import sys
 from benches import which_backend
 from moereg.registry import REGISTRY
 from moereg.selection.loader import load_backends
+from moereg.selection.ways_out import PLUGINS
 
 
 def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None:
@@ -22,3 +23,8 @@ def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None
     assert {"torch", "triton", "marlin", "sonic", "jax", "humming"} <= names
     assert set(words) == names
     assert all(words.values())
+
+
+def test_what_the_package_knows_of_plugins_is_what_they_register() -> None:
+    assert PLUGINS.read_text() == which_backend.plugins_file(), "run python -m benches.report"
+    assert '["moereg-vllm", "marlin", false, {"cuda:sm80+": ["fp8_block128",' in PLUGINS.read_text()

@@ -100,7 +100,7 @@ def test_bench_gives_a_wrong_backend_no_time(call: Call, call_json: CallJson) ->
     assert code == 1
     assert out.count("WRONG") == 2
     assert "5.0e-01 > " in out
-    assert out.splitlines()[-1] == "not right: fake_wrong"
+    assert out.splitlines()[-1] == "not right: fake_wrong (Wrong) of abc"
     assert out.count("fastest") == 2
 
 
@@ -116,7 +116,7 @@ def test_a_backend_that_fails_takes_no_other_down(call: Call, call_json: CallJso
     assert "raised in Raising.workspace_shapes: RuntimeError: a bug of two lines" in failures["fake_raising"]
     code, out, _ = call(BENCH)
     assert code == 1
-    assert "fake_raising failed at 16 tokens: " in out
+    assert "fake_raising (Raising) of abc failed at 16 tokens: " in " ".join(out.split())
     assert "RuntimeError: a bug" in out
 
 

@@ -44,6 +44,8 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
     assert cli.main(f"run {SIZES} --platform cpu --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["time_us"], found["permute_ms"]) == (1234.0, 2500.0)
+    assert (found["p10_us"], found["p90_us"]) == (timing.p10_us, timing.p90_us)
+    assert found["p10_us"] < found["time_us"] < found["p90_us"]
 
 
 def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +53,7 @@ def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[s
     row = measured(selection.decisions[0], 64, (1234.4,))
     result_of_run("layer", selection, 64, row, permute_ms=2500.0).show()
     out = capsys.readouterr().out
-    assert "1.23 ms a call of 64 tokens" in out
+    assert "1.23 ms a call of 64 tokens (p10 to p90: 1.23 to 1.23 ms)" in out
     assert "permuted in 2.50 s" in out
     assert "1.00e-03, within the tolerance 8.0e-03" in out
 

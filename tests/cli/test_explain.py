@@ -105,7 +105,7 @@ def test_explain_for_people(call: Call) -> None:
     for text in ("qwen3-30b-a3b", "E128 H2048 I768 k8", "cuda:sm90 (named", "TritonExperts", "cuda:sm80+"):
         assert text in out
     assert "assumed of cuda:sm90: triton>=3.6" in out
-    assert "triton: chosen by priority" in out
+    assert "\ntriton (TritonExperts): chosen by priority" in out
     assert out.index("TritonExperts") < out.index("TorchDenseExperts")
     shared = "flashinfer_trtllm, flashinfer_cutedsl, flashinfer_b12x: requires another platform than cuda:sm90"
     assert f"rejected: {shared} [platform]\n" in out
@@ -169,6 +169,19 @@ def test_sixteen_bits_of_a_model_that_is_released_quantized(call_json: CallJson)
         assert call_json(f"explain {line} --platform cuda:sm90")[1]["notices"] == []
 
 
+def test_a_platform_without_a_record_is_said_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"backend": "triton", "experts": "TritonExperts", "schemes": ("unquantized",), "rule": "cuda:sm80+"}
+    record |= {"tier": "kernel", "platform": "cuda:sm90", "device": "NVIDIA H200", "commit": ""}
+    record |= {"versions": {"torch": "2.11.0", "triton": "3.6.0"}}
+    made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
+    monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
+    monkeypatch.setattr(ledger, "class_digest", lambda experts: "of the code")
+    out = " ".join(call("explain --model qwen3-30b-a3b --platform rocm:gfx942")[1].split())
+    verified = "verified on H200 with torch 2.11, triton 3.6 (sm90, 2026-11-22)"
+    ending = "checked at first use there triton (TritonExperts): chosen by priority"
+    assert out.endswith(f"not verified on gfx942; {verified}; {ending}")
+
+
 def test_explain_says_whether_its_choice_was_verified(
     call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +201,7 @@ def test_explain_says_whether_its_choice_was_verified(
     monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
     monkeypatch.setattr(ledger, "class_digest", lambda experts: "of the code")
     line += " --platform cuda:sm90 --require triton"
-    verdict = "triton: required by the request"
+    verdict = "triton (TritonQuantizedExperts): required by the request"
     machine = "H200 with torch 2.11, triton 3.6"
     elsewhere = "checked at first use on other devices and versions"
     assert call(line)[1].splitlines()[-2:] == [f"verified on {machine} (sm90, 2026-11-22); {elsewhere}", verdict]
@@ -272,7 +285,7 @@ def test_explain_and_info_say_what_is_admitted(
     ADMITTED.change([record])
     said = call(line)[1].splitlines()
     assert said[-2] == "not verified on cpu; admitted 2026-11-28: off by 0.004, bound 0.008"
-    (row,) = (row for row in said if f" {cell.class_name} " in row and " chosen " in f" {row} ")
+    (row,) = (row for row in said if f"({cell.class_name}) " in row and " chosen " in f" {row} ")
     assert row.split()[-2:] == ["admitted", "2026-11-28"]
     found = call_json(line)[1]
     assert (found["decisions"][0]["evidence"], found["verification"]["checked_at_first_use"]) == ("admitted", False)

@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 def test_explain_shows_it_among_the_others(file: Path, call: Call, call_json: CallJson) -> None:
     code, out, _ = call(f"explain {file} {SIZES} --platform cpu --prefer my_kernel")
     assert code == 0
-    assert "my_kernel of my_kernel.py: preferred by the request" in out
+    assert "my_kernel (MyKernelExperts) of my_kernel.py: preferred by the request" in out
     for option in (str(file), f"--module {file}"):
         code, found = call_json(f"explain {option} {SIZES} --platform cpu")
         origins = {decision["backend"]: decision["origin"] for decision in found["decisions"]}

@@ -111,6 +111,31 @@ def test_info_shows_what_is_quarantined_here(
     out = re.sub(r"\s+", " ", call("info --cells")[1])
     assert "quarantined here, in" in out
     for cell, scheme in failed:
-        assert f"- torch ({cell.class_name}), {scheme.name}: requires that it passes the conformance kit" in out
+        assert re.search(rf"- torch \({cell.class_name}\), {scheme.name}: \S+, off by 0.5", out)
     # All of this cell is out, and none of the other's schemes but one.
     assert re.search(r"TorchDenseExperts unquantized \* 10 kernel quarantined", out)
+
+
+def test_a_report_has_what_a_bug_report_needs_and_no_path_of_the_home_folder(
+    call: Call, call_json: CallJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    here = current_platform()
+    (cell, *_) = (cell for cell in list_cells("torch") if cell.rule_for(here))
+    QUARANTINE.change([QuarantineRecord.of(cell, cell.schemes[0], here, failure=f"raised in {tmp_path}/x.py")])
+    code, out, err = call("info --report")
+    assert (code, err) == (0, "")
+    first, *lines, last = out.splitlines()
+    assert (first, last) == ("```text", "```")
+    heads = dict.fromkeys(line.partition(":")[0] for line in lines)
+    order = "moereg system packages torch GPUs CPU plugins variables quarantined admitted"
+    assert list(heads) == order.split()
+    assert lines[0] == f"moereg: {moereg.__version__} on {here}"
+    assert f"packages: torch {here.versions['torch']}" in lines
+    assert "variables: MOEREG_QUARANTINE=~/quarantine.json" in lines
+    (held,) = (line for line in lines if line.startswith("quarantined: "))
+    assert held.startswith(f"quarantined: torch ({cell.class_name}), {cell.schemes[0].name}: ")
+    assert held.endswith("raised in ~/x.py")
+    assert str(tmp_path) not in out
+    assert call_json("info --report")[1]["report"] == out.rstrip("\n")

@@ -20,8 +20,8 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES
 from tests.cli.command import Call, CallJson
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
-TIME_KEYS = ["tokens", "time_us", "original_us", "speedup", "relative_error", "tolerance", "passed"]
-TIME_KEYS += ["failure", "damage"]
+TIME_KEYS = ["tokens", "time_us", "original_us", "speedup", "p10_us", "p90_us", "relative_error", "tolerance"]
+TIME_KEYS += ["passed", "failure", "damage"]
 
 
 @pytest.fixture(autouse=True)
@@ -163,12 +163,14 @@ def test_the_original_has_the_times_that_speeds_divide_by(checkpoint: Path, caps
     (row,) = found.values["rows"]
     (time,) = row["times"]
     beside = [share * time["time_us"] for share in (0.0131, 2.0)]
-    times = [{**time, "original_us": one, "speedup": one / time["time_us"]} for one in beside]
+    spread = {"p10_us": 0.9 * time["time_us"], "p90_us": 1.15 * time["time_us"]}
+    times = [{**time, **spread, "original_us": one, "speedup": one / time["time_us"]} for one in beside]
     found.values["rows"][:] = [{**row, "times": [one]} for one in times]
     found.show()
     out = capsys.readouterr().out
     assert re.search(rf"^original .* {format_us_range(*beside)} *$", out, re.MULTILINE)
     assert re.findall(r"int8_w8a16.* (\S+x) *$", out, re.MULTILINE) == ["0.01x", "2.0x"]
+    assert "calls of one scheme differ by up to 25% of their time (p10 to p90)" in out
 
 
 def _counted(method: Callable[..., Any], done: list[str]) -> Callable[..., Any]:

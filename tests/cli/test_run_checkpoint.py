@@ -28,8 +28,13 @@ def test_explain_of_a_checkpoint_reads_headers_alone(
     code, found = call_json(f"explain --checkpoint {checkpoint} --layer 2 --platform b200 --tokens 7")
     assert (code, found["selected"], found["platform"]) == (0, "flashinfer_cutlass", "cuda:sm100")
     assert (found["problem"]["num_experts"], found["problem"]["max_num_tokens"]) == (4, 7)
-    out = call(f"explain --checkpoint {checkpoint}")[1]
+    out = call(f"explain --checkpoint {checkpoint} --layer 1")[1]
     assert out.startswith(f"{checkpoint.name}, layer 1: E4 H64 I32 k2 bfloat16")
+    monkeypatch.setattr("moereg.integrations.transformers.explain_model", None)
+    code, found = call_json(f"explain --checkpoint {checkpoint} --platform b200")
+    assert (code, found["notices"]) == (0, ["--platform b200 is cuda:sm100"])
+    assert [(each["name"], each["selection"]) for each in found["layers"]] == [("layers.1", 0), ("layers.2", 0)]
+    assert {each["selected"] for each in found["layers"]} == {found["selections"][0]["selected"]}
 
 
 @pytest.mark.usefixtures("ceilings")
@@ -67,8 +72,8 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
     [
         "explain --model qwen3-30b-a3b --platform h100",
         "explain --model qwen3-30b-a3b --platform h100 --require flashinfer_cutlass,flashinfer_trtllm",
-        "explain --checkpoint {checkpoint} --reasons",
-        "explain --model-dir {checkpoint}",
+        "explain --checkpoint {checkpoint} --layer 1 --reasons",
+        "explain --checkpoint {checkpoint}",
         "run --checkpoint {checkpoint}",
         "quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,int8_w8a16,nvfp4 --tokens 1,64",
     ],
@@ -80,5 +85,5 @@ def test_lines_are_as_long_as_columns_says(
     code, out, _ = call(line.format(checkpoint=checkpoint))
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
-    names = ("unquantized", "triton", "torch", "TorchPackedExperts", "int4_w4a16_g32", "model.layers.1-2.mlp.experts")
+    names = ("unquantized", "triton", "torch", "TorchPackedExperts", "int4_w4a16_g32", "layers.1-2")
     assert any(name in out for name in names)  # Names are not broken.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 
-from moereg.errors import ArgumentError
+from moereg.errors import ArgumentError, UnsupportedProblemError
 from moereg.integrations._experts import blocks, serving
 from moereg.integrations._experts.activation import recognize
 from moereg.integrations._experts.memory import check_can_free
@@ -50,6 +50,15 @@ def test_weights_that_no_kernel_can_have(model: Any, change: Callable[[Any, Any]
     with pytest.raises(ArgumentError, match=text):
         prepare(model, progress=False)
     assert serving.served(model.model.layers[0].mlp.experts) is None  # Nothing was changed.
+
+
+def test_what_no_backend_fits_names_its_layer_and_the_required_backend_alone() -> None:
+    with pytest.raises(UnsupportedProblemError) as raised:
+        prepare(tiny_model("mixtral"), progress=False, require="triton")
+    first, *lines = str(raised.value).splitlines()
+    assert first.startswith("model.layers.0.mlp.experts: no backend fits E4")
+    assert "without the request, torch would do" in first
+    assert [line for line in lines if not line.startswith(("  triton (", "way out: "))] == []
 
 
 def test_sharded() -> None:

@@ -91,6 +91,11 @@ def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernel.selection.source == "required"
     assert relative_error(call(kernel, INPUTS), expected(problem, weights, INPUTS)) < 1e-5
     assert repr(kernel).startswith("MoEKernel(torch, E8 H16 I12 k2 float32 unquantized silu, ")
+    for_users = (
+        "checks_values expert_map expert_placement experts move_experts prepare_finalize problem reload selection "
+    )
+    assert dir(kernel) == [*for_users.split(), "token_histogram", "update_expert", "warm_up", "weights"]
+    assert all(hasattr(kernel, name) for name in dir(kernel))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -60,3 +60,7 @@ def test_the_version_and_the_names_of_the_kit_need_no_torch() -> None:
 def test_names_of_the_front_door_are_where_it_says() -> None:
     assert {name for names in moereg._HOMES.values() for name in names} | {"__version__"} == set(moereg.__all__)
     assert set(moereg.__all__) <= set(dir(moereg))
+    rooms = {name for name in dir(moereg) if not hasattr(getattr(moereg, name), "__module__")} - {"__version__"}
+    assert (
+        set(dir(moereg)) - set(moereg.__all__) == rooms == {"author", "integrations", "quantize", "routing", "testing"}
+    )

@@ -92,7 +92,6 @@ SLOW: Final = (
     "compile",
     "verify",
     "quantize",
-    "--model-dir",
     "benches.board",
     "benches.over_ranks",
     "benches.report",

@@ -458,7 +458,8 @@ def test_a_backend_above_every_built_in_is_said(fakes: BackendRegistry, caplog: 
     )
     assert selection.notices == (line,)
     (record,) = caplog.records
-    assert record.getMessage().endswith(f"by priority; next: theirs of tests, modest of tests, ours; {line}")
+    others = "theirs (Second) of tests, modest (Modest) of tests, ours (Ours)"
+    assert record.getMessage().endswith(f"by priority; next: {others}; {line}")
     assert explain_backends(problem_of(), H100, deny="theirs").notices == ()
 
 
@@ -682,11 +683,11 @@ def test_unsupported_text(fakes: BackendRegistry) -> None:
     assert str(raised.value).splitlines() == [
         "no backend fits E8 H64 I96 k2 bfloat16 unquantized gelu, has_bias on cuda:sm90; nearest is aligned: requires "
         "hidden_size % 128 == 0, got 64 (pad the weights to that multiple)",
-        "  aligned (AlignedExperts of tests): requires hidden_size % 128 == 0, got 64",
-        "  quantized (QuantizedExperts of tests): requires weights in (nvfp4, mxfp8), got unquantized",
-        "  far (FarExperts of tests): requires platform in (rocm:gfx942), got cuda:sm90; requires activation in "
+        "  aligned (AlignedExperts) of tests: requires hidden_size % 128 == 0, got 64",
+        "  quantized (QuantizedExperts) of tests: requires weights in (nvfp4, mxfp8), got unquantized",
+        "  far (FarExperts) of tests: requires platform in (rocm:gfx942), got cuda:sm90; requires activation in "
         "(silu), got gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
-        "  shy (ShyExperts of tests): is opt-in: name it in require or prefer; requires activation in (silu), got "
+        "  shy (ShyExperts) of tests: is opt-in: name it in require or prefer; requires activation in (silu), got "
         "gelu; does not apply biases, got has_bias=True; requires max_num_tokens <= 128, got None",
     ]
     selection = raised.value.selection
@@ -812,13 +813,43 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
         select_backend(problem_of(top_k=3), H100)
         explain_backends(problem_of(top_k=4), H100)
     chosen = (
-        "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: slow of tests"
+        "bfloat16 unquantized silu on cuda:sm90: fast (Fast), computes unquantized, by priority; next: "
+        "slow (Slow) of tests"
     )
     assert [record.getMessage() for record in caplog.records] == [
         f"MoE E8 H64 I96 k2 {chosen}",
         f"MoE E8 H64 I96 k3 {chosen}",
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_a_selection_is_a_line_in_a_shell_and_a_table_in_a_notebook(fakes: BackendRegistry) -> None:
+    add("fast", 2, platforms=("cuda:sm80+",))
+    add("far", 3, platforms=("rocm:gfx942",))
+    selection = explain_backends(problem_of(), H100)
+    line = (
+        "Selection(E8 H64 I96 k2 bfloat16 unquantized silu on cuda:sm90: fast (Fast) of tests by priority, "
+        "1 of 2 candidates fit)"
+    )
+    assert repr(selection) == str(selection) == line
+    page = selection._repr_html_()
+    assert page.count("<tr>") == 3
+    assert f"<caption>{line}</caption>" in page
+    assert "<td>fast (Fast) of tests</td><td>cuda:sm80+</td><td>unquantized</td><td>2</td><td>chosen</td>" in page
+    assert "<td>3</td><td>requires platform in (rocm:gfx942), got cuda:sm90</td>" in page
+    refused = explain_backends(problem_of(), H100, deny="fast")
+    assert repr(refused).endswith("on cuda:sm90: nothing fits, 0 of 2 candidates fit)")
+    assert "&lt;b&gt;" in dataclasses.replace(refused, platform=dataclasses.replace(H100, arch="<b>"))._repr_html_()
+
+
+def test_who_requires_a_backend_hears_of_it_alone(fakes: BackendRegistry) -> None:
+    add("fast", 2)
+    add("far", 3, platforms=("rocm:gfx942",))
+    with pytest.raises(UnsupportedProblemError) as raised:
+        select_backend(problem_of(), H100, require="far")
+    first, *lines = str(raised.value).splitlines()
+    assert "without the request, fast would do" in first
+    assert lines == ["  far (Far) of tests: requires platform in (rocm:gfx942), got cuda:sm90"]
 
 
 @pytest.mark.parametrize("cells", [40, 80])

@@ -44,7 +44,7 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
     except Exception as error:  # An untrusted config may make transformers raise anything.
         raise ArgumentError(
             f"transformers {transformers.__version__} makes no model of {str(folder / 'config.json')!r}: "
-            f"{described(error)}; try moereg explain --checkpoint, which reads tensors instead"
+            f"{described(error)}"
         ) from error
     model._moereg_quantization = quantization  # type: ignore[assignment]
     return model
@@ -79,7 +79,7 @@ def _scheme(values: Mapping[str, Any]) -> str | None:
         raise ArgumentError(f"weight_block_size must be [128, 128] or absent, got {shown(block)}")
     raise ArgumentError(
         f"quant_method must be fp8 or mxfp4, which transformers keeps quantized in experts, got {shown(method)}; "
-        "moereg explain --checkpoint says what load_experts would get"
+        "load_experts reads others"
     )
 
 

@@ -182,7 +182,7 @@ def test_tokens_are_those_of_sglang(run: Run) -> None:
     assert tokens(chosen) == own
     assert said(chosen).startswith("moereg runs layer 0 and layers like it: MoE E8 H128 I128 k2 float32 unquantized")
     assert tokens(asked) == own
-    assert "stranger of moereg-stranger 1.0 (StrangerExperts)" in said(asked)
+    assert "stranger (StrangerExperts) of moereg-stranger 1.0" in said(asked)
     assert tokens(zero) != own
 
 

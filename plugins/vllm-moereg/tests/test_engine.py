@@ -159,7 +159,7 @@ def test_a_strangers_kernel_serves(engines: Engines) -> None:
     assert found["calls"] == NUM_TOKENS * 2
     # Nobody vouches for it: its first check calls it twice with each of two numbers of tokens.
     assert found["log"].count("\ncounted") == found["calls"] + 4
-    assert "counting of moereg-counting 0.1.0 (CountingExperts)" in found["log"].partition(SENTENCE)[2]
+    assert "counting (CountingExperts) of moereg-counting 0.1.0" in found["log"].partition(SENTENCE)[2]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="requires a C++ compiler for inductor's code")

@@ -75,7 +75,7 @@ def _serve(layer: Any) -> None:
 
 def _say_choice(name: str, selection: Selection, winner: Any) -> None:
     text = (
-        f"MoE {selection.problem} on {selection.platform}: {winner.backend}{winner.of_wheel} ({winner.experts}), "
+        f"MoE {selection.problem} on {selection.platform}: {winner.label}, "
         f"computes {winner.computes}, by {selection.source}; next: {', '.join(selection.alternatives) or 'none'}"
     )
     _say(logging.INFO, f"moereg runs {{layer}} and layers like it: {text}", name)

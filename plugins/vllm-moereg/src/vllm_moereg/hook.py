@@ -116,7 +116,7 @@ def _say_choice(name: str, selection: Selection) -> None:
     assert winner is not None
     others = ", ".join(selection.alternatives) or "none"
     text = (
-        f"MoE {selection.problem} on {selection.platform}: {winner.backend}{winner.of_wheel} ({winner.experts}), "
+        f"MoE {selection.problem} on {selection.platform}: {winner.label}, "
         f"computes {winner.computes}, by {selection.source}; next: {others}"
     )
     if text in _SAID:

@@ -1,4 +1,4 @@
-"""`moereg explain --model-dir`: every layer of a model, as transformers builds it."""
+"""`moereg explain --checkpoint` of a folder with config.json alone: every layer, as transformers builds it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def saved(folder: Path, model_type: str, **values: Any) -> Path:
 
 
 def test_layers_of_one_kind_share_a_line(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call(f"explain --model-dir {saved(tmp_path / 'tiny', 'mixtral', dtype='bfloat16')}")
+    code, out, _ = call(f"explain --checkpoint {saved(tmp_path / 'tiny', 'mixtral', dtype='bfloat16')}")
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("tiny: 2 layers with experts on cpu")
@@ -39,10 +39,10 @@ def test_names_that_differ_in_more_than_a_number_are_both_said() -> None:
 
 
 def test_json_has_every_layer_and_each_selection_once(call_json: CallJson, tmp_path: Path) -> None:
-    code, found = call_json(f"explain --platform cuda:sm90 --model-dir {saved(tmp_path, 'mixtral')}")
+    code, found = call_json(f"explain --platform cuda:sm90 --checkpoint {saved(tmp_path, 'mixtral')}")
     assert code == 0
     assert found["schema"] == 1
-    assert found["model_dir"] == str(tmp_path)
+    assert found["checkpoint"] == str(tmp_path)
     assert [layer["name"] for layer in found["layers"]] == [f"model.layers.{index}.mlp.experts" for index in range(2)]
     assert {layer["selection"] for layer in found["layers"]} == {0}
     assert {layer["selected"] for layer in found["layers"]} == {found["selections"][0]["selected"]}
@@ -53,10 +53,10 @@ def test_json_has_every_layer_and_each_selection_once(call_json: CallJson, tmp_p
 def test_what_is_not_served_exits_with_3_and_the_reason(call: Call, call_json: CallJson, tmp_path: Path) -> None:
     needs("inkling2")
     path = saved(tmp_path, "inkling2_text")
-    code, out, _ = call(f"explain --model-dir {path}")
+    code, out, _ = call(f"explain --checkpoint {path}")
     assert code == 3
     assert "its activation" in out
-    code, found = call_json(f"explain --model-dir {path}")
+    code, found = call_json(f"explain --checkpoint {path}")
     assert code == 3
     assert found["layers"][0]["selection"] is None
     assert "its activation" in found["layers"][0]["refusal"]
@@ -65,13 +65,13 @@ def test_what_is_not_served_exits_with_3_and_the_reason(call: Call, call_json: C
 @pytest.mark.parametrize(("model_type", "text"), [("nonsense", "config.json': "), ("llama", "has no routed experts")])
 def test_what_is_no_model_of_experts(call: Call, tmp_path: Path, model_type: str, text: str) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-    code, out, err = call(f"explain --model-dir {tmp_path}")
+    code, out, err = call(f"explain --checkpoint {tmp_path}")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert text in err
 
 
 def test_nothing_fits_says_why(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call(f"explain --deny * --model-dir {saved(tmp_path, 'mixtral')}")
+    code, out, _ = call(f"explain --deny * --checkpoint {saved(tmp_path, 'mixtral')}")
     assert code == 3
     assert "nothing fits" in out
     assert "nothing fits E4 H32 I48 k2 float32 unquantized silu:\ntorch does not fit:" in out
