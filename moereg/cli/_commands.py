@@ -40,14 +40,16 @@ from moereg.cli._output import (
     only_results_on_stdout,
     print_error,
 )
-from moereg.errors import BackendError, UnknownNameError, described, unknown_name_message
+from moereg.errors import BackendError, UnknownNameError, described, shown, unknown_name_message
 from moereg.selection.result import SCHEMA
+from moereg.spec.problem import DTYPES
 
 _ALSO_CALLED: Final = {
     **dict.fromkeys(("list", "ls"), ("info", "models", "schemes")),
     **dict.fromkeys(("backends", "doctor", "status"), ("info",)),
     **dict.fromkeys(("why", "choose", "select"), ("explain",)),
     **dict.fromkeys(("warm-up", "precompile", "build"), ("compile",)),
+    **dict.fromkeys(("gain", "measure", "benchmark"), ("compare", "bench")),
     "test": ("verify",),
     "check": ("verify", "run"),
     "quants": ("schemes",),
@@ -129,6 +131,30 @@ class Command(typer.core.TyperCommand):
                 raise RuntimeError(described(error)) from error
         result.print(shared["json"])
         return result.code
+
+
+class CompareCommand(Command):
+    """A command whose help has its options in groups, and examples as they are typed."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes each group under its name."""
+        groups: dict[str, list[Any]] = {}
+        for one in self.get_params(ctx):
+            if (record := one.get_help_record(ctx)) is not None:
+                name = "Arguments" if one.param_type_name == "argument" else getattr(one, "rich_help_panel", None)
+                groups.setdefault(name or "Output", []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Writes examples without wrapping them."""
+        formatter.write(f"\n{self.epilog}\n")
+
+
+COMPARE_EXAMPLES: Final = """Examples:
+  moereg compare allenai/OLMoE-1B-7B-0924 --batch 1,16 --html olmoe.html
+  moereg compare ./config-only --random-weights --layers 4 --tokens 128,16"""
 
 
 class RegistryCommand(Command):
@@ -264,6 +290,40 @@ def bench(
     token_counts = None if tokens is None else parse_counts(tokens)
     check_routing(routing)
     return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
+
+
+@app.command(cls=CompareCommand, epilog=COMPARE_EXAMPLES)
+def compare(
+    model: Annotated[str, typer.Argument(help="Folder of a transformers model, or a name in the Hub's cache.")],
+    random_weights: Annotated[
+        bool, option("Make weights on the device, from config.json alone.", "--random-weights", rich_help_panel="Model")
+    ] = False,
+    layers: Annotated[int | None, option("With it: its first layers alone.", min=1, rich_help_panel="Model")] = None,
+    dtype: Annotated[
+        str | None, option("bfloat16, float16 or float32; its own if left out.", rich_help_panel="Model")
+    ] = None,
+    tokens: Annotated[str, option("Tokens of each prompt, and new ones.", rich_help_panel="Measurement")] = "512,32",
+    batch: Annotated[str, option("Numbers of sequences, e.g. 1,16.", rich_help_panel="Measurement")] = "1",
+    device: Annotated[str | None, option("cuda or cpu; a GPU if there is one.", rich_help_panel="Measurement")] = None,
+    implementations: Annotated[
+        str | None, option("Compare these alone, e.g. eager,moereg_prepared.", rich_help_panel="Measurement")
+    ] = None,
+    seconds: Annotated[float, option("Time of one median.", min=0.01, rich_help_panel="Measurement")] = 1.5,
+    html: Annotated[Path | None, option("Write a page with pictures to this file.", rich_help_panel="Output")] = None,
+) -> Result:
+    """Measure what moereg gains on a transformers model of yours."""
+    from moereg.cli._bench import parse_counts
+    from moereg.cli._compare import compare_model
+
+    for value, known in ((dtype, DTYPES), (device, ("cuda", "cpu"))):
+        if value not in (None, *known):
+            raise UnknownNameError(unknown_name_message("name", str(value), known))
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in tokens.split(",")]
+    if len(counts) != 2 or min(counts) < 1:
+        raise UsageError(f"--tokens must be those of a prompt and new ones, such as 512,32, got {shown(tokens)}")
+    names = None if implementations is None else [name.strip() for name in implementations.split(",")]
+    loading = {"random_weights": random_weights, "layers": layers, "dtype": dtype}
+    return compare_model(model, (counts[0], counts[1]), parse_counts(batch), names, seconds, html, device, **loading)
 
 
 @app.command(cls=LayerCommand)
