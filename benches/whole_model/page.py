@@ -231,7 +231,7 @@ def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) ->
         for key, rows in _rows(record).items():
             if (key[0] == "prefill" or key[1] == "graph") and "ms" in rows.get("grouped_mm", {}):
                 base = rows["grouped_mm"]["ms"]
-                groups[_case(*key).replace(" ", ", ", 1)] = {
+                groups[_case(*key).replace("prefill ", "prefill, ")] = {
                     name: Bar(base / row["ms"], base / row["p90_ms"], base / row["p10_ms"], f"{base / row['ms']:.2f}")
                     for name, row in rows.items()
                     if "ms" in row

@@ -278,6 +278,11 @@ def _gain(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, floa
     return ratio, 1.0 if inside or 1 / _TIE <= ratio <= _TIE else ratio
 
 
+def _speed(row: Mapping[str, Any]) -> str:
+    speed: float = row["tokens_per_s"]
+    return f"{speed:,.{0 if speed >= 100 else 1}f}"
+
+
 def _mean(ratios: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
 
@@ -292,7 +297,7 @@ def _times(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
         for name, row in found.items():
             over = f"{_gain(row, found[EAGER])[0]:.2f}x" if EAGER in found else ""
             spread = f"{row['p10_ms']:.2f} to {row['p90_ms']:.2f}"
-            rows.append((f"  {_label(name)}", f"{row['tokens_per_s']:,.1f}", f"{row['ms']:.2f}", spread, over))
+            rows.append((f"  {_label(name)}", _speed(row), f"{row['ms']:.2f}", spread, over))
     return rows
 
 
@@ -366,7 +371,7 @@ def page_of(record: Mapping[str, Any]) -> str:
     for case, found in _timed(record["rows"]).items():
         base = next(iter(found.values()))["ms"]
         groups[case] = {
-            name: Bar(base / row["ms"], base / row["p90_ms"], base / row["p10_ms"], f"{row['tokens_per_s']:,.1f}")
+            name: Bar(base / row["ms"], base / row["p90_ms"], base / row["p10_ms"], _speed(row))
             for name, row in found.items()
         }
     labels = {name: _label(name) for found in groups.values() for name in found}
@@ -378,6 +383,8 @@ def page_of(record: Mapping[str, Any]) -> str:
         "Notes": record["notices"],
     }
     tables = {heading: [[line] for line in found] for heading, found in lines.items() if found}
-    picture = draw_bars({record["model"]: groups}, labels, title)
-    name = f"moereg compare {record['model']}"
-    return html_page(name, record["verdict"]["lines"], picture, {"Times": [_HEAD, *_times(record)], **tables})
+    name = Path(record["model"]).name
+    picture = draw_bars({name: groups}, labels, title)
+    return html_page(
+        f"moereg compare {name}", record["verdict"]["lines"], picture, {"Times": [_HEAD, *_times(record)], **tables}
+    )

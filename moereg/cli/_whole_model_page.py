@@ -23,7 +23,7 @@ _STYLE: Final = """
 @media (prefers-color-scheme: dark){:root{--bg:#161616;--ink:#ececec;--line:#3a3a3a;--box:#202622}}
 body{background:var(--bg);color:var(--ink);font:16px/1.5 system-ui,sans-serif;margin:2rem auto;padding:0 1rem}
 body{max-width:60rem}h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}p{margin:.3rem 0}
-.verdict{background:var(--box);border-left:4px solid #00805e;padding:.6rem 1rem}svg{width:100%;height:auto}
+.verdict{background:var(--box);border-left:4px solid #00805e;padding:.6rem 1rem}svg{max-width:100%;height:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td:not(:first-child),th{text-align:right}
 th,td{padding:.25rem 0 .25rem 1.2rem;border-bottom:1px solid var(--line);white-space:pre}
 """
@@ -60,9 +60,10 @@ def draw_bars(panels: Mapping[str, Groups], labels: Mapping[str, str], title: st
         for mode in (0, 1)
     )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {full_height}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="11"><title>{escape(title)}</title><style>.bg{{fill:#fff}}'
-        f"text{{fill:#1c1c1c}}.grid{{stroke:#dedede}}.mark{{stroke:#1c1c1c}}{light}@media (prefers-color-scheme: dark)"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {full_height}" width="{full_width}" '
+        f'role="img" font-family="system-ui, sans-serif" font-size="11"><title>{escape(title)}</title><style>'
+        f".bg{{fill:#fff}}text{{fill:#1c1c1c}}.grid{{stroke:#dedede}}.mark{{stroke:#1c1c1c}}{light}"
+        "@media (prefers-color-scheme: dark)"
         f"{{.bg{{fill:#161616}}text{{fill:#ececec}}.grid{{stroke:#383838}}.mark{{stroke:#ececec}}{dark}}}</style>"
         f'<rect class="bg" width="100%" height="100%"/><text x="8" y="18" font-size="13">{escape(title)}</text>'
     ]
