@@ -167,8 +167,16 @@ def measure(
         **{"rows": [], "generated": {}, "layers_chosen": [], "notices": notices},
     }
     record["versions"]["transformers"] = transformers.__version__
-    with phase("computing logits in fp32"):
-        whole = WholeModel(model, device, record)
+    try:
+        with phase("computing logits in fp32"):
+            whole = WholeModel(model, device, record)
+    except Exception as error:
+        if is_lack_of_memory(error):
+            raise
+        raise ArgumentError(
+            f"compare needs logits of token ids alone, which {type(model).__name__} does not give: "
+            f"{one_line(described(error))}; give another model"
+        ) from error
     for name in wanted or ():
         if name not in whole.names:
             raise UnknownNameError(unknown_name_message("implementation", name, whole.names))

@@ -38,7 +38,7 @@ _LEAST: Final = 0.01
 """Bound of models whose eager is next to exact, such as those in fp32."""
 _ROOM: Final = 128
 """Free slots of the static cache behind the context."""
-_WITH_CACHE: Final = {"full_attention", "sliding_attention", "chunked_attention"}
+_WITH_STATIC_CACHE: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,49 +89,50 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 
 class Decoding:
-    """One token for each sequence of a batch. Every step finds the cache as the first did."""
+    """One token for each sequence of a batch.
+
+    Attributes:
+        grows: Whether the cache does, as layers with a state need it; otherwise every step finds it as the first did.
+        num_bytes: Of a cache that does not grow.
+    """
 
     def __init__(self, model: Any, case: Case, device: torch.device) -> None:
-        from transformers.cache_utils import Cache, StaticLayer
+        from transformers.cache_utils import Cache, DynamicCache, StaticLayer
         from transformers.masking_utils import create_masks_for_generate
 
         config = model.config.get_text_config(decoder=True)
-        if others := sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_CACHE):
-            raise ArgumentError(f"steps are repeated on one static cache, which {', '.join(others)} layers do not have")
+        self.grows = not {*(getattr(config, "layer_types", None) or ())} <= _WITH_STATIC_CACHE
         # All layers keep all of the context, those with a sliding window too: a full window's layer of transformers
         # makes a tensor of a Python list at each step, which no graph can hold.
-        cache = Cache(layers=[StaticLayer(max_cache_len=case.tokens + _ROOM) for _ in range(config.num_hidden_layers)])
+        static = [StaticLayer(max_cache_len=case.tokens + _ROOM) for _ in range(config.num_hidden_layers)]
+        cache: Any = DynamicCache(config=config) if self.grows else Cache(layers=static)
         generator = torch.Generator(device).manual_seed(case.batch)
         context = torch.randint(config.vocab_size, (case.batch, case.tokens), device=device, generator=generator)
         # A prompt's own keys and values: after random ones a layer's rounding decides which experts the next one takes.
         model(input_ids=context, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        made: list[Any] = list(cache.layers)
-        layers = [layer for layer in made if layer.is_initialized]
+        layers = [layer for layer in cache.layers if not self.grows and layer.is_initialized]
         ids = torch.randint(config.vocab_size, (case.batch, 1), device=device, generator=generator)
-        positions = torch.full((1, 1), case.tokens, device=device)
-        # As `generate` does, since masks are not made inside of a graph.
-        mask = create_masks_for_generate(
-            config=config,
-            inputs_embeds=model.get_input_embeddings()(ids),
-            attention_mask=None,
-            past_key_values=cache,
-            position_ids=positions,
-        )
         self._forward = model.forward
         self.num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         self._lengths = [layer.cumulative_length for layer in layers]
-        self._inputs = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        self._inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        if not self.grows:
+            # As `generate` does, since masks are not made inside of a graph.
+            positions = torch.full((1, 1), case.tokens, device=device)
+            self._inputs["position_ids"] = positions
+            self._inputs["attention_mask"] = create_masks_for_generate(
+                config=config,
+                inputs_embeds=model.get_input_embeddings()(ids),
+                attention_mask=None,
+                past_key_values=cache,
+                position_ids=positions,
+            )
 
     def step(self, forward: Callable[..., Any] | None = None) -> torch.Tensor:
         """Logits [B,1,V], by the model's forward or what was compiled of it."""
         logits: torch.Tensor = (forward or self._forward)(**self._inputs).logits
-        torch._foreach_sub_(self._lengths, 1)
+        if self._lengths:
+            torch._foreach_sub_(self._lengths, 1)
         return logits
 
 
@@ -195,7 +196,7 @@ class WholeModel:
             return _logits_of(self.model(input_ids=self._prompt, use_cache=False))
 
     def _reference(self) -> torch.Tensor | None:
-        """Logits of the same weights in fp32, where one part at a time is wide; None if quantized.
+        """Logits of the same weights in fp32, where one part at a time is wide; None if there are none.
 
         Keeps what goes into each layer's experts and comes out of them.
         """
@@ -222,9 +223,15 @@ class WholeModel:
         try:
             with hooked(self._seen, forward_hook=keep), hooked(parts, forward_pre_hook=widen, forward_hook=give_back):
                 logits = self._logits()
-        finally:
+            return logits if parts else None
+        except Exception as error:  # Some models mix dtypes where no part begins, or lack the memory.
             give_back()
-        return logits if parts else None
+            forget(error)
+        self._layers.clear()
+        self._routes.clear()
+        with hooked(self._seen, forward_hook=keep):
+            self._logits()
+        return None
 
     def _layer_error(self, rows: int | None = None) -> float:
         """The largest distance from the reference of any layer's experts, on all or so many inputs that each had there.
@@ -366,7 +373,9 @@ class WholeModel:
 
     def _ready(self, case: Case, name: str, decoding: Decoding | None, row: dict[str, Any]) -> Callable[[], object]:
         """A run that was called and whose logits are right."""
-        on_gpu = self.device.type == "cuda"
+        on_gpu, grows = self.device.type == "cuda", decoding is not None and decoding.grows
+        if grows and case.mode != "eager":
+            raise ArgumentError("no graph: its cache grows")
         call = self.call_of(case, decoding)
 
         def run() -> Any:
@@ -402,7 +411,8 @@ class WholeModel:
         expected, _ = self._first.setdefault(case, (found, routes))
         row["difference"] = difference(found, expected)
         limit = loose if case.mode == "compiled" else FACTOR * self.record["bound"]
-        if not (repeated <= loose and row["difference"]["norm"] <= limit):
+        # Where a cache grows, no two steps are alike.
+        if not (grows or (repeated <= loose and row["difference"]["norm"] <= limit)):
             raise ArgumentError("wrong logits")
         # Kernels differ by their number of tokens, and one in many layers may vanish in logits.
         rows = case.batch * (case.tokens if case.phase == "prefill" else 1)
