@@ -50,10 +50,10 @@ def compare_model(
     name: str,
     tokens: tuple[int, int],
     batch: Sequence[int],
-    names: Sequence[str] | None,
+    wanted: Sequence[str] | None,
     seconds: float,
     html: Path | None,
-    device: str | None,
+    device_type: str | None,
     **loading: Any,
 ) -> Result:
     """Loads a model, measures it with each experts implementation, and says what to use.
@@ -62,28 +62,66 @@ def compare_model(
         name: A folder, or a name in the Hub's local cache.
         tokens: Of each prompt, and new ones.
         batch: Numbers of sequences.
-        names: Implementations; None for all.
+        wanted: Implementations; None for all.
         seconds: Of one median.
         html: File for the page.
-        device: cpu or cuda; None for a GPU if there is one.
+        device_type: cpu or cuda; None for a GPU if there is one.
         loading: Arguments of `load`.
     """
     # Nothing is downloaded: kernels of the Hub run where its cache has them.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda" and not torch.cuda.is_available():
+    device = torch.device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU that torch sees, and there is none; pass --device cpu")
-    model, notices = load(name, place, **loading)
-    record = {"schema": SCHEMA, "model": one_line(name), "random_weights": loading["random_weights"]}
-    record |= measure(model, place, tokens, batch, names, seconds, notices)
-    record["verdict"] = verdict_of(record["rows"])
+    model, notices = load(name, device, **loading)
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    platform = probe_cpu() if device.type == "cpu" else probe_platform()
+    record: dict[str, Any] = {
+        **{"schema": SCHEMA, "model": one_line(name), "random_weights": loading["random_weights"]},
+        **provenance(platform, ("torch", "triton")),
+        **{"dtype": str(model.dtype).removeprefix("torch."), "prompt_tokens": tokens[0], "new_tokens": tokens[1]},
+        **{"rows": [], "generated": {}, "layers_chosen": [], "notices": notices},
+    }
+    record["versions"]["transformers"] = transformers.__version__
+    try:
+        with phase("computing logits in fp32"):
+            whole = WholeModel(model, device, record)
+    except Exception as error:
+        if is_lack_of_memory(error):
+            raise
+        raise ArgumentError(
+            f"compare needs logits of token ids alone, which {type(model).__name__} does not give: "
+            f"{one_line(described(error))}; give another model"
+        ) from error
+    for each in wanted or ():
+        if each not in whole.names:
+            raise UnknownNameError(unknown_name_message("implementation", each, whole.names))
+    modes = ("eager", "graph") if device.type == "cuda" else ("eager",)
+    cases = [Case("prefill", "eager", size, tokens[0]) for size in batch]
+    cases += [Case("decode", mode, size, tokens[0]) for mode in modes for size in batch]
+    for group in _groups(whole, [each for each in whole.names if wanted is None or each in wanted]):
+        whole.names = group
+        whole.check(phase)
+        for each in whole.names:
+            with phase(f"generating with {_label(each)}"):
+                whole.use(each)
+                record["generated"][each] = whole.generate(*tokens)
+        with phase("timing") as advance:
+            for number, case in enumerate(cases):
+                advance(number, len(cases))
+                whole.measure(case, seconds)
+    if record["control"]["norm"] <= record["bound"]:
+        notices.append("logits say little here, since experts that return zeros pass too: the check by layer decides")
+    record |= {**clocks(platform), "verdict": verdict_of(record["rows"])}
     if html is not None:
         try:
             html.write_text(page_of(record), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--html must be a file that can be written, got {described(error)}") from error
     timed = any("ms" in row for row in record["rows"] if row["implementation"] in _HOW)
-    failed = any(not check["passed"] for one, check in record["checks"].items() if one in _HOW)
+    failed = any(not check["passed"] for each, check in record["checks"].items() if each in _HOW)
     return Result(record, lambda: show(record), code_of_verdict(False if failed else True if timed else None))
 
 
@@ -113,7 +151,8 @@ def load(
         raise ArgumentError(f"compare needs a model that generates text, got {type(meta).__name__}; give another one")
     values: dict[str, Any] = {"dtype": dtype and getattr(torch, dtype), "experts_implementation": EAGER}
     if random_weights:
-        values["dtype"] = values["dtype"] or getattr(meta.config, "dtype", None) or torch.bfloat16
+        own = getattr(meta.config, "dtype", None)
+        values["dtype"] = values["dtype"] or (own if isinstance(own, torch.dtype) else torch.bfloat16)
         need = sum(parameter.numel() for parameter in meta.parameters()) * values["dtype"].itemsize
     elif not (shards := list(folder.glob("*.safetensors"))):
         raise ArgumentError(f"{str(folder)!r} must have safetensors, got none; add --random-weights to do without")
@@ -130,11 +169,9 @@ def load(
             if random_weights:
                 torch.manual_seed(0)
                 with device:
-                    return auto.from_config(meta.config, **values).eval(), (
-                        ["random weights are not quantized, as the model's own are"]
-                        if meta._moereg_quantization
-                        else []
-                    )
+                    model = auto.from_config(meta.config, **values).eval()
+                quantized = "random weights are not quantized, as the model's own are"
+                return model, [quantized] if meta._moereg_quantization else []
             if importlib.util.find_spec("accelerate"):  # It reads onto the device at once.
                 values["device_map"] = str(device)
             safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
@@ -144,60 +181,6 @@ def load(
         if is_lack_of_memory(error):
             raise
         raise ArgumentError(f"transformers must load {shown(name)}, got {one_line(described(error))}") from error
-
-
-def measure(
-    model: Any,
-    device: torch.device,
-    tokens: tuple[int, int],
-    batch: Sequence[int],
-    wanted: Sequence[str] | None,
-    seconds: float,
-    notices: list[str],
-) -> dict[str, Any]:
-    """Checks, tokens and times of a model."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    platform = probe_cpu() if device.type == "cpu" else probe_platform()
-    record: dict[str, Any] = {
-        **provenance(platform, ("torch", "triton")),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        **dict(zip(("prompt_tokens", "new_tokens"), tokens, strict=True)),
-        **{"rows": [], "generated": {}, "layers_chosen": [], "notices": notices},
-    }
-    record["versions"]["transformers"] = transformers.__version__
-    try:
-        with phase("computing logits in fp32"):
-            whole = WholeModel(model, device, record)
-    except Exception as error:
-        if is_lack_of_memory(error):
-            raise
-        raise ArgumentError(
-            f"compare needs logits of token ids alone, which {type(model).__name__} does not give: "
-            f"{one_line(described(error))}; give another model"
-        ) from error
-    for name in wanted or ():
-        if name not in whole.names:
-            raise UnknownNameError(unknown_name_message("implementation", name, whole.names))
-    names = [name for name in whole.names if wanted is None or name in wanted]
-    modes = ("eager", "graph") if device.type == "cuda" else ("eager",)
-    cases = [Case("prefill", "eager", each, tokens[0]) for each in batch]
-    cases += [Case("decode", mode, each, tokens[0]) for mode in modes for each in batch]
-    for group in _groups(whole, names):
-        whole.names = group
-        whole.check(phase)
-        for name in whole.names:
-            with phase(f"generating with {_label(name)}"):
-                whole.use(name)
-                record["generated"][name] = whole.generate(*tokens)
-        with phase("timing") as advance:
-            for number, case in enumerate(cases):
-                advance(number, len(cases))
-                whole.measure(case, seconds)
-    if record["control"]["norm"] <= record["bound"]:
-        notices.append("logits say little here, since experts that return zeros pass too: the check by layer decides")
-    return {**record, **clocks(platform)}
 
 
 def _groups(whole: WholeModel, names: list[str]) -> Iterator[list[str]]:

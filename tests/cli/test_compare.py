@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from moereg.cli._compare import verdict_of
 from moereg.cli._whole_model_page import Bar, draw_bars
-from tests.cli.command import Call, CallJson
+from tests.cli.command import ROOT, Call, CallJson
 from tests.support.tiny_models import tiny_config, tiny_model
 
 SIZES = "--tokens 12,4 --seconds 0.01 --device cpu"
@@ -65,9 +65,8 @@ def test_a_saved_model_gets_times_and_a_verdict(saved: Path, call_json: CallJson
     page = tmp_path / "page.html"
     code, found = call_json(f"compare {saved} {SIZES} --batch 1,2 --html {page}")
     assert code == 0
-    assert {"schema", "model", "device", "platform", "versions", "commit", "date", "dtype", "random_weights"} <= {
-        *found
-    }
+    (fields,) = re.findall(r"- `compare`: `([^`]+)`", " ".join((ROOT / "docs" / "commands.md").read_text().split()))
+    assert {*found} | {"prepare_free"} == {*re.sub(r" \([^)]*\)", "", fields).split(", ")}
     names = {name for name, check in found["checks"].items() if check["passed"]}
     assert names >= {"eager", "grouped_mm", "batched_mm", "moereg", "moereg_prepared"}
     assert found["reference"] == "fp32"
@@ -129,6 +128,25 @@ def test_what_is_wrong_or_raises_gets_no_time(saved: Path, call: Call, planted: 
     assert timed == {*right, ("prefill", "small")}
     (outcome,) = [row["outcome"] for row in rows if "ms" not in row]
     assert outcome.startswith("wrong experts for 1 tokens: 0.3, bound 0.01")
+
+
+def test_without_room_for_a_copy_the_prepared_model_comes_last(
+    saved: Path, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moereg.cli import _whole_model
+
+    def lacking(model: Any, *, free: bool, progress: bool) -> Any:
+        if not free:
+            raise torch.OutOfMemoryError("no room for a copy")
+        return prepare(model, free=free, progress=progress)
+
+    prepare = _whole_model.prepare
+    monkeypatch.setattr(_whole_model, "prepare", lacking)
+    code, found = call_json(f"compare {saved} {SIZES} --implementations eager,moereg,moereg_prepared")
+    assert code == 0
+    assert found["rows"][-1]["implementation"] == "moereg_prepared"
+    assert {row["implementation"] for row in found["rows"] if "ms" in row} == {"eager", "moereg", "moereg_prepared"}
+    assert any("with free=True: no room for a copy" in notice for notice in found["notices"])
 
 
 def test_a_wrong_moereg_is_the_exit_code(saved: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
