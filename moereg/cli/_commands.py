@@ -133,30 +133,6 @@ class Command(typer.core.TyperCommand):
         return result.code
 
 
-class CompareCommand(Command):
-    """A command whose help has its options in groups, and examples as they are typed."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes each group under its name."""
-        groups: dict[str, list[Any]] = {}
-        for one in self.get_params(ctx):
-            if (record := one.get_help_record(ctx)) is not None:
-                name = "Arguments" if one.param_type_name == "argument" else getattr(one, "rich_help_panel", None)
-                groups.setdefault(name or "Output", []).append(record)
-        for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes examples without wrapping them."""
-        formatter.write(f"\n{self.epilog}\n")
-
-
-COMPARE_EXAMPLES: Final = """Examples:
-  moereg compare allenai/OLMoE-1B-7B-0924 --batch 1,16 --html olmoe.html
-  moereg compare ./config-only --random-weights --layers 4 --tokens 128,16"""
-
-
 class RegistryCommand(Command):
     """A command that reads the registry: it imports what `FILE...` and `--module` name first."""
 
@@ -292,7 +268,11 @@ def bench(
     return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
 
 
-@app.command(cls=CompareCommand, epilog=COMPARE_EXAMPLES)
+@app.command(
+    cls=Command,
+    epilog="\b\nExamples:\n  moereg compare allenai/OLMoE-1B-7B-0924 --batch 1,16 --html olmoe.html"
+    "\n  moereg compare DIR --random-weights --layers 4 --tokens 128,16",
+)
 def compare(
     model: Annotated[str, typer.Argument(help="Folder of a transformers model, or a name in the Hub's cache.")],
     random_weights: Annotated[
@@ -300,16 +280,16 @@ def compare(
     ] = False,
     layers: Annotated[int | None, option("With it: its first layers alone.", min=1, rich_help_panel="Model")] = None,
     dtype: Annotated[
-        str | None, option("bfloat16, float16 or float32; its own if left out.", rich_help_panel="Model")
+        str | None, option("bfloat16, float16 or float32; else its own.", words=DTYPES, rich_help_panel="Model")
     ] = None,
-    tokens: Annotated[str, option("Tokens of each prompt, and new ones.", rich_help_panel="Measurement")] = "512,32",
+    tokens: Annotated[str, option("Of each prompt, and new ones: 512,32.", rich_help_panel="Measurement")] = "512,32",
     batch: Annotated[str, option("Numbers of sequences, e.g. 1,16.", rich_help_panel="Measurement")] = "1",
-    device: Annotated[str | None, option("cuda or cpu; a GPU if there is one.", rich_help_panel="Measurement")] = None,
+    device: Annotated[str | None, option("cuda or cpu; else a GPU if any.", rich_help_panel="Measurement")] = None,
     implementations: Annotated[
-        str | None, option("Compare these alone, e.g. eager,moereg_prepared.", rich_help_panel="Measurement")
+        str | None, option("These alone, e.g. eager,moereg_prepared.", rich_help_panel="Measurement")
     ] = None,
     seconds: Annotated[float, option("Time of one median.", min=0.01, rich_help_panel="Measurement")] = 1.5,
-    html: Annotated[Path | None, option("Write a page with pictures to this file.", rich_help_panel="Output")] = None,
+    html: Annotated[Path | None, option("Write a page with pictures to this file.")] = None,
 ) -> Result:
     """Measure what moereg gains on a transformers model of yours."""
     from moereg.cli._bench import parse_counts

@@ -132,7 +132,7 @@ def load(
 
     Raises:
         CheckpointError: It is neither a folder nor in the Hub's local cache.
-        ArgumentError: It is no model of transformers that generates text, or it has no experts.
+        ArgumentError: transformers does not know or load it, or it has no experts.
         TooLargeError: Its weights do not fit.
     """
     if layers is not None and not random_weights:
@@ -147,8 +147,6 @@ def load(
             f"{shown(name)} must be a Mixture-of-Experts model, got {type(meta).__name__}, without routed experts; "
             f"{cure}"
         )
-    if auto.__name__ not in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
-        raise ArgumentError(f"compare needs a model that generates text, got {type(meta).__name__}; give another one")
     values: dict[str, Any] = {"dtype": dtype and getattr(torch, dtype), "experts_implementation": EAGER}
     if random_weights:
         own = getattr(meta.config, "dtype", None)
@@ -213,9 +211,9 @@ def _label(name: str) -> str:
 
 
 def _name_of(case: Mapping[str, Any]) -> str:
-    """Such as `prefill, 1 x 512` or `decode, batch 16, CUDA graph`."""
+    """Such as `prefill, 1 x 512` or `decode, batch 16, graph`."""
     size = f"{case['batch']} x {case['tokens']:,}" if case["phase"] == "prefill" else f"batch {case['batch']}"
-    return f"{case['phase']}, {size}" + (", CUDA graph" if case["mode"] == "graph" else "")
+    return f"{case['phase']}, {size}" + (", graph" if case["mode"] == "graph" else "")
 
 
 def _timed(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, Any]]]:
@@ -308,10 +306,9 @@ def _reasons(record: Mapping[str, Any]) -> list[str]:
 
 def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
     """Lines about memory, tokens, the check and the machine, by heading."""
-    kinds = {"held_bytes": "weights and kernels", "extra_bytes": "most beside them in any case"}
     rows = [{"implementation": name, "held_bytes": size} for name, size in record["held_bytes"].items()]
     memory = []
-    for key, what in kinds.items():
+    for key, what in (("held_bytes", "weights and kernels"), ("extra_bytes", "most beside them in any case")):
         most: dict[str, int] = {}
         for row in [*rows, *record["rows"]]:
             if key in row:
@@ -320,19 +317,14 @@ def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
             memory.append(f"{what}: {', '.join(f'{_label(name)} {format_bytes(size)}' for name, size in most.items())}")
     if "prepare_free" in record:
         memory.append(f"prepare(model, free=True): {format_bytes(record['prepare_free']['bytes_after'])}")
-    first = record["generated"].get(EAGER) or []
-    # Rounding alone may change one token, and with it all behind it.
-    same = {
-        name: next(
-            (place for place, pair in enumerate(zip(found, first, strict=True)) if pair[0] != pair[1]), len(found)
-        )
-        for name, found in record["generated"].items()
-        if found and first and name != EAGER
-    }
-    tokens = [
-        f"{_label(name)}: {count} of {len(first)} greedy tokens before another than eager's"
-        for name, count in same.items()
-    ]
+    tokens, first = [], record["generated"].get(EAGER)
+    for name, found in record["generated"].items():
+        if found and first and name != EAGER:
+            # Rounding alone may change one token, and with it all behind it.
+            same = next((place for place, each in enumerate(found) if each != first[place]), len(found))
+            tokens.append(f"{_label(name)} {same}")
+    if tokens:
+        tokens = [f"greedy tokens like eager's, of {len(first)}, before the first other one: {', '.join(tokens)}"]
     check = (
         f"logits and each layer's experts are at most twice as far from {record['reference']} as transformers' own: "
         f"bounds {record['bound']:.2g} and {record['layer_bound']:.2g}"
@@ -340,7 +332,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     weights = "random weights" if record["random_weights"] else "its own weights"
     where = f"{record['layers']} MoE layers in {record['dtype']}, {weights}; {record['device']}, {versions}"
-    return {"Memory": memory, "Tokens": tokens, "Check": [check], "Where": [where, f"{record['date']}"]}
+    return {"Memory": memory, "Tokens": tokens, "Check": [check], "Where": [where, record["date"]]}
 
 
 def show(record: Mapping[str, Any]) -> None:

@@ -195,6 +195,13 @@ def test_models_that_cannot_be_compared_are_one_clear_line(call: Call, tmp_path:
         assert expected in error
 
 
+def test_help_is_short_and_has_examples(call: Call) -> None:
+    code, out, _ = call("compare --help")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert len(re.findall(r"^ *moereg compare ", out, re.MULTILINE)) == 2
+
+
 def test_an_unknown_implementation_is_named(config_alone: Path, call: Call) -> None:
     code, _, error = call(f"compare {config_alone} {SIZES} --random-weights --implementations moereg_prepare")
     assert code == 2
