@@ -350,9 +350,11 @@ def show(record: Mapping[str, Any]) -> None:
 
 def page_of(record: Mapping[str, Any]) -> str:
     """The page of one model, which asks no host for anything."""
-    groups = {}
+    groups, bases = {}, {}
     for case, found in _timed(record["rows"]).items():
-        base = next(iter(found.values()))["ms"]
+        first = next(iter(found.values()))
+        # Steps in a graph are shown over eager's plain ones, which come before them.
+        base = bases.setdefault((first["phase"], first["batch"]), first["ms"])
         groups[case] = {
             name: Bar(base / row["ms"], base / row["p90_ms"], base / row["p10_ms"], _speed(row))
             for name, row in found.items()

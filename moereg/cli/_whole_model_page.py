@@ -81,7 +81,7 @@ def draw_bars(panels: Mapping[str, Groups], labels: Mapping[str, str], title: st
 def _panel(title: str, groups: Groups, labels: Mapping[str, str], group_width: int) -> str:
     most = max((bar.high for bars in groups.values() for bar in bars.values()), default=1.0)
     scale, bottom, right = _HEIGHT / most, _HEAD + _HEIGHT, _LEFT + len(groups) * group_width
-    step = 10 ** math.floor(math.log10(most)) / 2
+    step = next((each for each in (0.5, 1, 2, 5, 10, 20) if most / each <= 6), most / 5)
     parts = [f'<text x="{_LEFT}" y="14" font-weight="bold">{escape(title)}</text>']
     for value in (1.0, *(number * step for number in range(int(most / step) + 1))):
         y = bottom - value * scale
