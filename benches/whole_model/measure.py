@@ -1,4 +1,4 @@
-"""What the page of whole models measures beside `moereg compare`: quantized experts, compiled steps, host time."""
+"""Measures for the page of whole models more than `moereg compare` does: quantized experts, compiled steps, host time."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def compare_model(
         if is_lack_of_memory(error):
             raise
         raise ArgumentError(
-            f"compare needs logits of token ids alone, which {type(model).__name__} does not give: "
+            f"compare needs a model whose own code computes logits of token ids here, got {type(model).__name__}: "
             f"{one_line(described(error))}; give another model"
         ) from error
     for each in wanted or ():
@@ -226,7 +226,7 @@ def _timed(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str
 
 
 def verdict_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What to use: `implementation`, None if moereg has no time, `lines`, `over_best_other` and `cases`.
+    """The verdict: `implementation` to use, None if moereg has no time, `lines`, `over_best_other` and `cases`.
 
     A prepared model costs memory and time, so it must beat a registered one by more than the noise.
     """
@@ -291,7 +291,7 @@ def _times(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _reasons(record: Mapping[str, Any]) -> list[str]:
-    """What has no time, and why."""
+    """Reasons of all that has no time."""
     found = []
     for name, check in record["checks"].items():
         if "outcome" in check:

@@ -30,7 +30,7 @@ from moereg.integrations.transformers import PreparedModel, prepare, register
 
 EAGER: Final = "eager"
 OURS: Final = "moereg"
-"""What `register` gives."""
+"""As `register` gives it."""
 PREPARED: Final = "moereg_prepared"
 
 FACTOR: Final = 2.0
@@ -366,7 +366,7 @@ class WholeModel:
         return Decoding(self.model, case, self.device)
 
     def call_of(self, case: Case, decoding: Decoding | None) -> Callable[[], Any]:
-        """What a case times."""
+        """The call that a case times."""
         if decoding is not None:
             return decoding.step
         return functools.partial(self.model, input_ids=self.prompt(case.batch, case.tokens), logits_to_keep=1)

@@ -105,7 +105,7 @@ def grouped(layers: tuple[LayerChoice, ...]) -> list[tuple[LayerChoice, ...]]:
 
 
 def _line(group: list[LayerChoice]) -> str:
-    """What runs layers of one shape, why, where it was verified, and its bytes."""
+    """The backend of layers of one shape, why, where it was verified, and its bytes."""
     first = group[0]
     names = first.name if len(group) == 1 else f"{len(group)} layers, {first.name} to {group[-1].name}"
     selection = first.selection
