@@ -1,4 +1,4 @@
-"""Measures for the page of whole models more than `moereg compare` does: quantized experts, compiled steps, host time."""
+"""Measures for the page of whole models what `moereg compare` leaves out: mxfp4, compiled steps, host time."""
 
 from __future__ import annotations
 

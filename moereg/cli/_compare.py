@@ -317,7 +317,8 @@ def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
             memory.append(f"{what}: {', '.join(f'{_label(name)} {format_bytes(size)}' for name, size in most.items())}")
     if "prepare_free" in record:
         memory.append(f"prepare(model, free=True): {format_bytes(record['prepare_free']['bytes_after'])}")
-    tokens, first = [], record["generated"].get(EAGER)
+    tokens: list[str] = []
+    first = record["generated"].get(EAGER)
     for name, found in record["generated"].items():
         if found and first and name != EAGER:
             # Rounding alone may change one token, and with it all behind it.
@@ -350,7 +351,8 @@ def show(record: Mapping[str, Any]) -> None:
 
 def page_of(record: Mapping[str, Any]) -> str:
     """The page of one model, which asks no host for anything."""
-    groups, bases = {}, {}
+    groups: dict[str, dict[str, Bar]] = {}
+    bases: dict[tuple[str, int], float] = {}
     for case, found in _timed(record["rows"]).items():
         first = next(iter(found.values()))
         # Steps in a graph are shown over eager's plain ones, which come before them.
