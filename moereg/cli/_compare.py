@@ -120,9 +120,11 @@ def compare_model(
             html.write_text(page_of(record), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--html must be a file that can be written, got {described(error)}") from error
-    timed = any("ms" in row for row in record["rows"] if row["implementation"] in _HOW)
-    failed = any(not check["passed"] for each, check in record["checks"].items() if each in _HOW)
-    return Result(record, lambda: show(record), code_of_verdict(False if failed else True if timed else None))
+    ours = [row for row in record["rows"] if row["implementation"] in _HOW]
+    checks = [check for each, check in record["checks"].items() if each in _HOW and "outcome" not in check]
+    wrong = any(str(row.get("outcome")).startswith("wrong") for row in ours) or not all(one["passed"] for one in checks)
+    timed = any("ms" in row for row in ours)
+    return Result(record, lambda: show(record), code_of_verdict(False if wrong else True if timed else None))
 
 
 def load(
