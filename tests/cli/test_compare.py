@@ -195,6 +195,13 @@ def test_models_that_cannot_be_compared_are_one_clear_line(call: Call, tmp_path:
         assert expected in error
 
 
+def test_a_model_that_moereg_refuses_says_why(call: Call, tmp_path: Path) -> None:
+    tiny_config("jetmoe").save_pretrained(tmp_path)
+    code, out, _ = call(f"compare {tmp_path} {SIZES} --random-weights")
+    assert code == 3
+    assert "moereg prepared did not run: moereg does not serve JetMoeMoE" in " ".join(out.split())
+
+
 def test_help_is_short_and_has_examples(call: Call) -> None:
     code, out, _ = call("compare --help")
     assert code == 0
