@@ -6,10 +6,8 @@
 Models have their published sizes and random weights, drawn on the device. transformers' own implementations (eager,
 batched_mm, grouped_mm) and moereg run the same weights in one process, in turns; each time is a median over rounds.
 
-The logits of a prompt are compared with those of the same weights in fp32, layer by layer so that they fit. An
-implementation may be twice as far from them as eager, and every case compares its logits once more with those of the
-first implementation that ran it. Wrong ones get no time. As a control, the distance of a model whose experts return
-zeros is stored.
+`moereg compare` measures a model of yours; this one measures by the same code what the page of whole models shows. As
+a control, the distance of a model whose experts return zeros is stored.
 
 A decode step computes one token for each sequence of a batch, on a static cache that holds 512 tokens of each: in a
 CUDA graph, as plain calls, and compiled as `generate` does. Where memory runs out, that is the outcome. The file is
@@ -30,7 +28,7 @@ from typing import Any, Final
 
 import torch
 
-from benches.whole_model.measure import OURS, QUANTIZED, WholeModel, forget
+from benches.whole_model.measure import OURS, QUANTIZED, PublishedModel, forget
 from benches.whole_model.models import CONTEXT, MODELS, Case, Model, cases_of
 from benches.whole_model.page import summary
 from moereg.errors import is_lack_of_memory, one_line
@@ -51,7 +49,7 @@ MISSING: Final = {
 def run(spec: Model, device: torch.device, record: dict[str, Any], save: Callable[[], None], options: Any) -> None:
     """Measures a model until the time is up, and saves after each case."""
     start = time.monotonic()
-    whole = WholeModel(spec, device, record, start + options.seconds)
+    whole = PublishedModel(spec, device, record, start + options.seconds)
     print(f"made and computed in fp32 after {time.monotonic() - start:.0f} s", flush=True)
     names = whole.names
     theirs = [name for name in names if name not in (OURS, QUANTIZED)]
@@ -91,7 +89,7 @@ def run(spec: Model, device: torch.device, record: dict[str, Any], save: Callabl
             save()
 
 
-def _retry(whole: WholeModel, theirs: Sequence[str], seconds: float) -> None:
+def _retry(whole: PublishedModel, theirs: Sequence[str], seconds: float) -> None:
     """Measures again, without moereg's kernels, what others had no memory for: the kernels may have taken it."""
     rows = whole.record["rows"]
     lacking = [row for row in rows if row["implementation"] in theirs and row.get("outcome") == "out of memory"]

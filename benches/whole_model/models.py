@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import torch
 
+from moereg.cli._whole_model import EAGER, Case
+
 __all__ = ["CONTEXT", "EAGER", "MODELS", "Case", "Model", "cases_of", "make_model"]
 
-EAGER: Final = "eager"
 CONTEXT: Final = 512
 """Tokens of each sequence before a decode step."""
 
@@ -134,23 +135,6 @@ MODELS: Final[Mapping[str, Model]] = {
     "tiny": _tiny(_FULL["qwen3-30b-a3b"]),
     **{f"tiny-{name}": _tiny(model) for name, model in _FULL.items()},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A measurement that is made with each implementation.
-
-    Attributes:
-        phase: `prefill`, or `decode` for a step.
-        mode: `eager` for plain calls, `graph` for a CUDA graph, or `compiled`.
-        batch: Sequences.
-        tokens: Of each prompt; in the cache of each sequence where the phase is `decode`.
-    """
-
-    phase: str
-    mode: str
-    batch: int
-    tokens: int
 
 
 def cases_of(model: Model, device: torch.device, compiles: bool) -> list[Case]:

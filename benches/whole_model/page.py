@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, Final
 from benches.markdown import table
 from benches.stored import RESULTS
 from benches.whole_model.models import CONTEXT
+from moereg.cli._whole_model_page import Bar, draw_bars
 
 __all__ = ["TABLES", "draw_whole_models", "records", "summary"]
 
@@ -20,8 +20,6 @@ _RIVALS: Final = ("eager", "batched_mm", "grouped_mm")
 _NAMES: Final = {**{name: name for name in (*_RIVALS, _OURS)}, "moereg_mxfp4": "moereg, mxfp4"}
 _ORDER: Final = ("qwen3-30b-a3b", "gpt-oss-20b", "olmoe-1b-7b", "mixtral-8x7b")
 _MODES: Final = {"eager": "called", "compiled": "torch.compile"}
-# Okabe and Ito's, which everyone can tell apart.
-_COLORS: Final = ("#999999", "#E69F00", "#56B4E9", "#0072B2", "#009E73")
 
 Rows = dict[tuple[str, str, int, int], dict[str, dict[str, Any]]]
 
@@ -227,46 +225,19 @@ def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) ->
         path: An SVG, overwritten.
         found: Stored files.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
-    with matplotlib.rc_context(style):
-        height = math.ceil(len(found) / 2)
-        figure = Figure(figsize=(11, 2 * height + 0.7), layout="constrained", facecolor="white")
-        grid = figure.subplots(height, 2, squeeze=False)
-        for axes in grid.flat[len(found) :]:
-            axes.remove()
-        handles = {}
-        for axes, record in zip(grid.flat, found, strict=False):
-            cases = {
-                key: rows
-                for key, rows in _rows(record).items()
-                if (key[0] == "prefill" or key[1] == "graph") and "ms" in rows.get("grouped_mm", {})
-            }
-            names = [name for name in _NAMES if any("ms" in rows.get(name, {}) for rows in cases.values())]
-            width = 0.8 / len(names)
-            for number, name in enumerate(names):
-                times = {place: rows for place, rows in enumerate(cases.values()) if "ms" in rows.get(name, {})}
-                bars = axes.bar(
-                    [place + (number - (len(names) - 1) / 2) * width for place in times],
-                    [rows["grouped_mm"]["ms"] / rows[name]["ms"] for rows in times.values()],
-                    0.92 * width,
-                    color=_COLORS[list(_NAMES).index(name)],
-                    label=_NAMES[name],
-                )
-                handles[_NAMES[name]] = bars
-                if name.startswith(_OURS):
-                    axes.bar_label(bars, fmt="%.2f", size=6, color="white", label_type="center", rotation=90)
-            axes.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--", zorder=0)
-            axes.set_xticks(range(len(cases)), [_case(*key).replace(" ", "\n", 1) for key in cases], size=7)
-            axes.tick_params(axis="x", length=0)
-            axes.set_title(record["model"], loc="left", size=9)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, frameon=False)
-        figure.suptitle(
-            "Models in transformers, by experts implementation: speed over grouped_mm", x=0.01, ha="left", size=9
-        )
-        figure.savefig(path, metadata={"Date": None})
+    panels: dict[str, dict[str, dict[str, Bar]]] = {}
+    for record in found:
+        groups = panels.setdefault(record["model"], {})
+        for key, rows in _rows(record).items():
+            if (key[0] == "prefill" or key[1] == "graph") and "ms" in rows.get("grouped_mm", {}):
+                base = rows["grouped_mm"]["ms"]
+                groups[_case(*key).replace("prefill ", "prefill, ")] = {
+                    name: Bar(base / row["ms"], base / row["p90_ms"], base / row["p10_ms"], f"{base / row['ms']:.2f}")
+                    for name, row in rows.items()
+                    if "ms" in row
+                }
+    title = "Models in transformers, by experts implementation: speed over grouped_mm"
+    path.write_text(draw_bars(panels, _NAMES, title), encoding="utf-8")
 
 
 if __name__ == "__main__":

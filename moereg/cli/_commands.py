@@ -40,14 +40,16 @@ from moereg.cli._output import (
     only_results_on_stdout,
     print_error,
 )
-from moereg.errors import BackendError, UnknownNameError, described, unknown_name_message
+from moereg.errors import BackendError, UnknownNameError, described, shown, unknown_name_message
 from moereg.selection.result import SCHEMA
+from moereg.spec.problem import DTYPES
 
 _ALSO_CALLED: Final = {
     **dict.fromkeys(("list", "ls"), ("info", "models", "schemes")),
     **dict.fromkeys(("backends", "doctor", "status"), ("info",)),
     **dict.fromkeys(("why", "choose", "select"), ("explain",)),
     **dict.fromkeys(("warm-up", "precompile", "build"), ("compile",)),
+    **dict.fromkeys(("gain", "measure", "benchmark"), ("compare", "bench")),
     "test": ("verify",),
     "check": ("verify", "run"),
     "quants": ("schemes",),
@@ -270,6 +272,43 @@ def bench(
     token_counts = None if tokens is None else parse_counts(tokens)
     check_routing(routing)
     return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
+
+
+@app.command(
+    cls=Command,
+    epilog="allenai/OLMoE-1B-7B-0924 --batch 1,16 --html olmoe.html; DIR --random-weights --layers 4 --tokens 128,16",
+)
+def compare(
+    model: Annotated[str, typer.Argument(help="Folder of a transformers model, or a name in the Hub's cache.")],
+    random_weights: Annotated[
+        bool, option("Make weights on the device, from config.json alone.", "--random-weights", rich_help_panel="Model")
+    ] = False,
+    layers: Annotated[int | None, option("With it: its first layers alone.", min=1, rich_help_panel="Model")] = None,
+    dtype: Annotated[
+        str | None, option("bfloat16, float16 or float32; else its own.", words=DTYPES, rich_help_panel="Model")
+    ] = None,
+    tokens: Annotated[str, option("Of each prompt, and new ones: 512,32.", rich_help_panel="Measurement")] = "512,32",
+    batch: Annotated[str, option("Numbers of sequences, e.g. 1,16.", rich_help_panel="Measurement")] = "1",
+    device: Annotated[str | None, option("cuda or cpu; else a GPU if any.", rich_help_panel="Measurement")] = None,
+    implementations: Annotated[
+        str | None, option("These alone, e.g. eager,moereg_prepared.", rich_help_panel="Measurement")
+    ] = None,
+    seconds: Annotated[float, option("Time of one median.", min=0.01, rich_help_panel="Measurement")] = 1.5,
+    html: Annotated[Path | None, option("Write a page with pictures to this file.")] = None,
+) -> Result:
+    """Measure what moereg gains on a transformers model of yours."""
+    from moereg.cli._bench import parse_counts
+    from moereg.cli._compare import compare_model
+
+    for value, known in ((dtype, DTYPES), (device, ("cuda", "cpu"))):
+        if value not in (None, *known):
+            raise UnknownNameError(unknown_name_message("name", str(value), known))
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in tokens.split(",")]
+    if len(counts) != 2 or min(counts) < 1:
+        raise UsageError(f"--tokens must be those of a prompt and new ones, such as 512,32, got {shown(tokens)}")
+    names = None if implementations is None else [name.strip() for name in implementations.split(",")]
+    loading = {"random_weights": random_weights, "layers": layers, "dtype": dtype}
+    return compare_model(model, (counts[0], counts[1]), parse_counts(batch), names, seconds, html, device, **loading)
 
 
 @app.command(cls=LayerCommand, epilog="--model qwen3-30b-a3b; --checkpoint DIR --tokens 1,16,512")

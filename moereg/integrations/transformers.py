@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ import torch
 from moereg.arguments import check_flag, check_text
 from moereg.dispatch import Names, explain_backends, select_backend
 from moereg.errors import ArgumentError, UnsupportedProblemError, one_line, shown
+from moereg.evidence.ledger import evidence_of
 from moereg.integrations._experts import memory, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
@@ -39,6 +41,7 @@ from moereg.spec.problem import MoEProblem
 __all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "refresh", "register", "restore", "warm_up"]
 
 _NAME: Final = "moereg"
+_LOGGER: Final = logging.getLogger("moereg")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class LayerChoice:
         selection: How its backend was chosen; without a winner if nothing fits.
         refusal: Why moereg does not serve it; None if it does.
         kept: Why its canonical weights were not freed; None if they were, or if not requested.
+        kernel_bytes: Bytes of its kernel's own copy of the weights, 0 if it reads the model's; None without a kernel.
     """
 
     name: str
@@ -60,6 +64,7 @@ class LayerChoice:
     selection: Selection | None = None
     refusal: str | None = None
     kept: str | None = None
+    kernel_bytes: int | None = None
 
     @property
     def backend(self) -> str | None:
@@ -82,25 +87,37 @@ class PreparedModel:
     bytes_after: int
 
     def __str__(self) -> str:
-        lines = [
-            f"{_names(group)}: {group[0].problem} -> {group[0].backend}"
-            + (f" (weights kept: {group[0].kept})" if group[0].kept else "")
-            for group in grouped(self.layers)
-        ]
+        """A line for each distinct layer shape, and the memory of all."""
+        groups: dict[object, list[LayerChoice]] = {}
+        for layer in self.layers:
+            groups.setdefault((_answer(layer), layer.selection and layer.selection.plan_text), []).append(layer)
+        lines = [_line(group) for group in groups.values()]
         lines.append(f"weights: {format_bytes(self.bytes_before)} before, {format_bytes(self.bytes_after)} now")
         return "\n".join(lines)
 
 
+_answer: Final = operator.attrgetter("class_name", "problem", "backend", "refusal", "kept")
+
+
 def grouped(layers: tuple[LayerChoice, ...]) -> list[tuple[LayerChoice, ...]]:
     """Groups consecutive layers with the same choice."""
-    answer = operator.attrgetter("class_name", "problem", "backend", "refusal", "kept")
-    return [tuple(group) for _, group in itertools.groupby(layers, answer)]
+    return [tuple(group) for _, group in itertools.groupby(layers, _answer)]
 
 
-def _names(group: tuple[LayerChoice, ...]) -> str:
-    if len(group) == 1:
-        return group[0].name
-    return f"{group[0].name} to {group[-1].name} ({len(group)} layers)"
+def _line(group: list[LayerChoice]) -> str:
+    """The backend of layers of one shape, why, where it was verified, and its bytes."""
+    first = group[0]
+    names = first.name if len(group) == 1 else f"{len(group)} layers, {first.name} to {group[-1].name}"
+    selection = first.selection
+    if selection is None or (winner := selection.winner) is None:
+        return f"{names}: {first.problem} -> {first.backend}"
+    nearest = None if winner.cell is None else evidence_of(winner.cell).nearest(selection.platform)
+    where = "on no machine" if nearest is None else f"on {nearest.machine_in_brief}"
+    num_bytes = sum(layer.kernel_bytes or 0 for layer in group)
+    copy = f"{format_bytes(num_bytes)} in its own layout" if num_bytes else "weights read in place"
+    kept = f" (weights kept: {first.kept})" if first.kept else ""
+    chosen = f"{winner.backend} ({winner.experts}), by {selection.source}, verified {where}"
+    return f"{names}: {first.problem} -> {chosen}; {copy}{kept}"
 
 
 def register(name: str = _NAME) -> None:
@@ -199,7 +216,10 @@ def prepare(
             layers.append(_prepare_layer(plan, request, free, shared))
             advance(len(layers), len(found))
     _switch(model, found)
-    return PreparedModel(tuple(layers), before, memory.held_bytes(model))
+    prepared = PreparedModel(tuple(layers), before, memory.held_bytes(model))
+    for line in str(prepared).splitlines():
+        _LOGGER.info("%s", line)
+    return prepared
 
 
 def refresh(model: torch.nn.Module) -> None:
@@ -298,8 +318,11 @@ def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool, shared
         training.plan(found.module, plan.top_k)  # Compiled code cannot.
     if found.block is not None:
         patch(found.block)
+    num_bytes = memory.held_bytes(found.module) - memory.held_bytes(found.module, with_kernels=False)
     kept = memory.release(served, shared) if free or was_freed else None
-    return LayerChoice(found.name, found.class_name, kernel.problem, kernel.selection, kept=kept)
+    return LayerChoice(
+        found.name, found.class_name, kernel.problem, kernel.selection, kept=kept, kernel_bytes=num_bytes
+    )
 
 
 def _hidden_dtype(model: torch.nn.Module) -> torch.dtype:

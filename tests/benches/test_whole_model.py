@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benches.whole_model import __main__ as whole_model
-from benches.whole_model.measure import WholeModel
+from benches.whole_model.measure import PublishedModel
 from benches.whole_model.models import MODELS, Case, cases_of
 from moereg.integrations._experts import serving
 
@@ -68,7 +68,7 @@ def test_what_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) ->
     record: dict[str, Any] = {"rows": [], "left_out": []}
     functions = {"swapped": swapped, "slightly": slightly, "lacking": lacking}
     with torch.no_grad():
-        whole = WholeModel(MODELS["tiny"], CPU, record, deadline=float("inf"))
+        whole = PublishedModel(MODELS["tiny"], CPU, record, deadline=float("inf"))
         whole.prepare()
         for name, function in functions.items():
             monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, name, function)

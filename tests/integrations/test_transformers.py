@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 import weakref
 from typing import Any
 
@@ -33,6 +34,19 @@ def test_a_prepared_model_generates_the_tokens_of_eager(family: str) -> None:
     assert all(layer.backend == "torch" for layer in prepared.layers)
     assert close(logits_of(model), expected)
     assert torch.equal(model.generate(PROMPT, **arguments), tokens)
+
+
+def test_what_was_prepared_is_a_line_for_each_shape(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "moereg"):
+        prepared = prepare(tiny_model("mixtral"), progress=False)
+    line, memory = str(prepared).splitlines()
+    names = r"2 layers, model\.layers\.0\.mlp\.experts to model\.layers\.1\.mlp\.experts"
+    copy_or_not = r"(weights read in place|[\d.]+ \w+ in its own layout)"
+    assert re.fullmatch(rf"{names}: E4 .* -> torch \(Torch\w+\), by \w+, verified on .+; {copy_or_not}", line)
+    assert {line, memory} <= {*caplog.messages}
+    copied = sum(layer.kernel_bytes or 0 for layer in prepared.layers)
+    assert copied == prepared.bytes_after - prepared.bytes_before
+    assert ("in place" in line) == (copied == 0)
 
 
 def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:

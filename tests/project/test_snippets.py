@@ -42,6 +42,15 @@ INSTEAD: Final = {
     "python -m benches.whole_model --model qwen3-30b-a3b --json benches/results/whole_model_qwen3-30b-a3b.json": (
         "python -m benches.whole_model --help"
     ),
+    # The folder of the test has no whole model; tests/cli/test_compare.py runs one.
+    **dict.fromkeys(
+        (
+            "moereg compare DIR --batch 1,16 --html gain.html",
+            "moereg compare DIR --random-weights --layers 4",
+            "moereg compare DIR --html gain.html",
+        ),
+        "moereg compare --help",
+    ),
     # Writes into the tree; tests/benches/test_results.py compares what it would write.
     "python -m benches.report": "python -m benches.report --help",
     # Measures for minutes.

@@ -44,7 +44,7 @@ def call(
     ways: dict[str, Callable[[], torch.Tensor]] = {}
     # The others are patched where their own code is known.
     if has_interface(module) and not (found is not None and found.released):
-        ways["grouped_mm"] = lambda: _functions(module)["grouped_mm"](module, *inputs)
+        ways["grouped_mm"] = lambda: own_functions(module)["grouped_mm"](module, *inputs)
         ways["eager"] = lambda: _own_forward(module)(module, *inputs)
     try:
         check_no_transform(inputs, weights_of(module))
@@ -98,7 +98,7 @@ def _run_compiled(
     return out
 
 
-def _functions(module: torch.nn.Module) -> Any:
+def own_functions(module: torch.nn.Module) -> Any:
     """Transformers' own implementations for a module."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

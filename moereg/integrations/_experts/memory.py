@@ -15,9 +15,10 @@ from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of,
 from moereg.weights.unpermute import same_bits
 
 
-def held_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters, buffers and kernels' weights, counting shared memory once."""
-    kernels = [kernel for module in model.modules() if (found := served(module)) for kernel in found.kernels.values()]
+def held_bytes(model: torch.nn.Module, with_kernels: bool = True) -> int:
+    """Bytes of parameters, buffers and, unless left out, kernels' weights, counting shared memory once."""
+    holders = [found for module in model.modules() if (found := served(module))] if with_kernels else []
+    kernels = [kernel for found in holders for kernel in found.kernels.values()]
     of_kernels = (tensor for kernel in kernels for tensor in kernel.weights.flat())
     storages: dict[object, int] = {}
     for tensor in (*model.parameters(), *model.buffers(), *of_kernels):

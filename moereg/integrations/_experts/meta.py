@@ -15,8 +15,8 @@ _AUTO: Final = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoMode
 """The first class that knows a config makes its model."""
 
 
-def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
-    """Builds a directory's model. Code of the repository is not run."""
+def model_on_meta(path: str | os.PathLike[str], num_layers: int | None = None) -> torch.nn.Module:
+    """Builds a directory's model, or its first layers alone. Code of the repository is not run."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ArgumentError(f"{str(path)!r} must be a directory with config.json; give the model's own folder")
@@ -29,14 +29,14 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind = next(
-            (auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping), None
-        )
+        kind = auto_class(config)
         if kind is None:
             raise ArgumentError(f"transformers {transformers.__version__} has no model for {type(config).__name__}")
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:
             del config.quantization_config  # Its own loaders would require a GPU.
+        if num_layers is not None:
+            _keep_layers(config.get_text_config(decoder=True), num_layers)
         with torch.device("meta"):
             model: torch.nn.Module = kind.from_config(config, trust_remote_code=False)
     except ArgumentError:
@@ -48,6 +48,22 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
         ) from error
     model._moereg_quantization = quantization  # type: ignore[assignment]
     return model
+
+
+def auto_class(config: Any) -> Any | None:
+    """The class of transformers that makes a config's model."""
+    import transformers
+
+    return next((auto for name in _AUTO if type(config) in (auto := getattr(transformers, name))._model_mapping), None)
+
+
+def _keep_layers(config: Any, num_layers: int) -> None:
+    """Shortens a model, and each list with an entry per layer."""
+    before = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(config, name, value[:num_layers])
+    config.num_hidden_layers = min(before, num_layers)
 
 
 def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:

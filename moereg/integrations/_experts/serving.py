@@ -39,7 +39,7 @@ NOT_IN_COMPILED_CODE: Final = (
     "once, before torch.compile(fullgraph=True)"
 )
 
-_ATTRIBUTE: Final = "_moereg"
+ATTRIBUTE: Final = "_moereg"
 """A plain attribute of the module: no parameter, no buffer, nothing in `state_dict`."""
 
 
@@ -411,7 +411,7 @@ def _nothing() -> None:
 
 def served(module: torch.nn.Module) -> ServedExperts | None:
     """The kernels of a module, if it has any."""
-    found: ServedExperts | None = getattr(module, _ATTRIBUTE, None)
+    found: ServedExperts | None = getattr(module, ATTRIBUTE, None)
     return found
 
 
@@ -420,7 +420,7 @@ def attach(module: torch.nn.Module, made: ServedExperts | None = None) -> Served
     found = served(module)
     if made is not None or found is None:
         found = ServedExperts(module) if made is None else made
-        setattr(module, _ATTRIBUTE, found)
+        setattr(module, ATTRIBUTE, found)
         if not getattr(module, _HOOKED, False):
             setattr(module, _HOOKED, True)
             module.register_load_state_dict_post_hook(_after_load)
@@ -456,5 +456,5 @@ def detach(module: torch.nn.Module) -> None:
             # torch wraps some hooks, and copies of the wrapper have no `__module__`.
             if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("moereg."):
                 del hooks[key]
-    for name in [name for name in vars(module) if name.startswith(_ATTRIBUTE)]:
+    for name in [name for name in vars(module) if name.startswith(ATTRIBUTE)]:
         delattr(module, name)
