@@ -281,19 +281,19 @@ def bench(
 def compare(
     model: Annotated[str, typer.Argument(help="Folder of a transformers model, or a name in the Hub's cache.")],
     random_weights: Annotated[
-        bool, option("Make weights on the device, from config.json alone.", "--random-weights", rich_help_panel="Model")
+        bool, option("Make weights on the device, from config.json alone.", "--random-weights", group="Model")
     ] = False,
-    layers: Annotated[int | None, option("With it: its first layers alone.", min=1, rich_help_panel="Model")] = None,
+    layers: Annotated[int | None, option("With it: its first layers alone.", min=1, group="Model")] = None,
     dtype: Annotated[
-        str | None, option("bfloat16, float16 or float32; else its own.", words=DTYPES, rich_help_panel="Model")
+        str | None, option("bfloat16, float16 or float32; else its own.", words=DTYPES, group="Model")
     ] = None,
-    tokens: Annotated[str, option("Of each prompt, and new ones: 512,32.", rich_help_panel="Measurement")] = "512,32",
-    batch: Annotated[str, option("Numbers of sequences, e.g. 1,16.", rich_help_panel="Measurement")] = "1",
-    device: Annotated[str | None, option("cuda or cpu; else a GPU if any.", rich_help_panel="Measurement")] = None,
+    tokens: Annotated[str, option("Of each prompt, and new ones: 512,32.", group="Measurement")] = "512,32",
+    batch: Annotated[str, option("Numbers of sequences, e.g. 1,16.", group="Measurement")] = "1",
+    device: Annotated[str | None, option("cuda or cpu; else a GPU if any.", group="Measurement")] = None,
     implementations: Annotated[
-        str | None, option("These alone, e.g. eager,moereg_prepared.", rich_help_panel="Measurement")
+        str | None, option("These alone, e.g. eager,moereg_prepared.", group="Measurement")
     ] = None,
-    seconds: Annotated[float, option("Time of one median.", min=0.01, rich_help_panel="Measurement")] = 1.5,
+    seconds: Annotated[float, option("Time of one median.", min=0.01, group="Measurement")] = 1.5,
     html: Annotated[Path | None, option("Write a page with pictures to this file.")] = None,
 ) -> Result:
     """Measure what moereg gains on a transformers model of yours."""
