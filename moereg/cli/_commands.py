@@ -115,7 +115,8 @@ class Command(typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """By group, without ranges and defaults, which the texts say; options with one text share its lines."""
-        groups: dict[str, dict[str, list[str]]] = {"Layer": {}, "Choice": {}, "Options": {}}
+        titles = ("Model", "Layer", "Choice", "Measurement", "Options")
+        groups: dict[str, dict[str, list[str]]] = {title: {} for title in titles}
         for parameter in self.get_params(ctx):
             names, text = parameter.get_help_record(ctx) or ("", "")
             group = groups[getattr(parameter, "rich_help_panel", None) or "Options"]
