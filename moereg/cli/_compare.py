@@ -343,7 +343,7 @@ def show(record: Mapping[str, Any]) -> None:
     facts = _facts(record)
     say(f"{record['model']}: {facts['Where'][0]}", *record["layers_chosen"])
     rows = _times(record)
-    say(new_table(*(f">{name}" if name else name for name in _HEAD), rows=rows, keep=_HEAD))
+    say(new_table(*(f">{name}" if name else name for name in _HEAD), rows=rows))
     say("the time of a prefill is that to the first token", *map(bad, _reasons(record)))
     say(*facts["Memory"], *facts["Tokens"])
     print_notices(record["notices"])

@@ -104,7 +104,7 @@ class Decoding:
         self.grows = not {*(getattr(config, "layer_types", None) or ())} <= _WITH_STATIC_CACHE
         # All layers keep all of the context, those with a sliding window too: a full window's layer of transformers
         # makes a tensor of a Python list at each step, which no graph can hold.
-        static = [StaticLayer(max_cache_len=case.tokens + _ROOM) for _ in range(config.num_hidden_layers)]
+        static: list[Any] = [StaticLayer(max_cache_len=case.tokens + _ROOM) for _ in range(config.num_hidden_layers)]
         cache: Any = DynamicCache(config=config) if self.grows else Cache(layers=static)
         generator = torch.Generator(device).manual_seed(case.batch)
         context = torch.randint(config.vocab_size, (case.batch, case.tokens), device=device, generator=generator)

@@ -12,6 +12,7 @@ from moereg.selection.decide import decide
 from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 PLUGINS: Final = Path(__file__).with_name("plugins.json")
 """The source tree's plugins: plugin, backend, opt-in, its schemes by platform rule. benches.report writes it."""
@@ -41,7 +42,7 @@ def ways_out(selection: Selection) -> tuple[str, ...]:
         texts = " or ".join(rule.text for rule in rules)
         found.append(f"kernels at hand compute {name} on {texts}, not on {platform}")
     if problem.quant.weight is not None:
-        plain = dataclasses.replace(problem, quant="unquantized")
+        plain = dataclasses.replace(problem, quant=QUANT_SCHEMES["unquantized"])
         if winner := decide(plain, platform, Request(), load_backends().cells).winner:
             found.append(f"moereg.quantize.dequantize_weights makes 16-bit weights, which {winner.label} runs")
     return tuple(found)

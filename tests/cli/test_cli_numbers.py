@@ -100,15 +100,14 @@ def test_bench_numbers_are_those_of_the_samples() -> None:
 def test_bench_for_people_has_the_fastest_first_and_marks_it(capsys: pytest.CaptureFixture[str]) -> None:
     compared().show()
     lines = capsys.readouterr().out.splitlines()
-    (fast,), (slow,), (wrong,) = (
-        [line.split() for line in lines if f" {name} " in line and "gets" not in line]
-        for name in ("fast", "slow", "wrong")
+    fast, slow, wrong = (
+        next(line.split() for line in lines if f" {name} " in line) for name in ("fast", "slow", "wrong")
     )
     places = [next(i for i, line in enumerate(lines) if f" {name} " in line) for name in ("fast", "slow", "wrong")]
     assert places == sorted(places)
-    assert fast == ["16", "fastest", "fast", "100", "us", "92.0", "to", "132", "us", "40", "30", "50.0%", "1.0e-03"]
-    assert slow == ["slow", "200", "us", "184", "to", "248", "us", "20", "15", "25.0%", "1.0e-03"]
-    assert wrong == ["wrong", "WRONG", "1.0e+00", ">", "8.0e-03"]
+    assert fast[3:] == ["(TorchPackedExperts)", *"100 us 92.0 to 132 us 40 30 50.0% 1.0e-03".split()]
+    assert slow[1:] == ["(TorchPackedExperts)", *"200 us 184 to 248 us 20 15 25.0% 1.0e-03".split()]
+    assert wrong[2:] == ["WRONG", "1.0e+00", ">", "8.0e-03"]
 
 
 def test_bench_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,15 +115,15 @@ def test_bench_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: 
     compared().show()
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 80
-    (fast,) = (line.split() for line in table if " fast " in line)
-    assert fast == ["16", "fastest", "fast", "100", "us", "92.0", "to", "132", "us", "50.0%", "1.0e-03"]
+    fast = next(line.split() for line in table if " fast " in line)
+    assert fast[:5] + fast[-2:] == ["16", "fastest", "fast", "100", "us", "50.0%", "1.0e-03"]
 
 
 @pytest.mark.parametrize(
     ("fast_us", "tier", "text"),
     [
-        (100.0, "kernel", "faster at T=16: fast; MOEREG_PREFER=fast or prefer='fast' gives it to layers"),
-        (100.0, "emulation", "faster at T=16: fast; MOEREG_REQUIRE=fast or require='fast' gives it to layers"),
+        (100.0, "kernel", "faster at T=16: fast (TorchPackedExperts); MOEREG_PREFER=fast or prefer='fast' gives it to layers"),
+        (100.0, "emulation", "faster at T=16: fast (TorchPackedExperts); MOEREG_REQUIRE=fast or require='fast' gives it to layers"),
         (195.0, "kernel", ""),
     ],
     ids=["faster", "an emulation", "a tie"],

@@ -83,7 +83,7 @@ def test_commands_take_a_file_that_imports_triton(
     monkeypatch.setenv("MOEREG_TUNING", str(triton_file.with_name("tuning.json")))
     code, out, _ = call(f"explain {triton_file} {SIZES} --platform h100 --prefer my_triton")
     assert code == 0
-    assert "my_triton of my_triton.py: preferred by the request" in out
+    assert "my_triton (MyTritonExperts) of my_triton.py: preferred by the request" in out
     _, found = call_json(f"info {triton_file}")
     assert "my_triton" in {backend["name"] for backend in found["backends"]}
     code, out, err = call(f"tune {triton_file} {SIZES} --platform cpu --dry-run")

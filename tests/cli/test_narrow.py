@@ -150,7 +150,8 @@ def test_help_is_a_screen_in_groups_with_examples_that_parse(
     assert max(map(len, out.splitlines())) <= 80
     command = typer.main.get_command(app).commands[name]
     if isinstance(command, LayerCommand):
-        assert [line for line in out.splitlines() if re.fullmatch(r"\w+:", line)] == ["Layer:", "Choice:", "Options:"]
+        groups = ["Layer:", "Choice:", "Options:", "Examples:"]
+        assert [line for line in out.splitlines() if re.fullmatch(r"\w+:", line)] == groups
     # Whatever can be said is there, and said once.
     words = re.split(r"[\s,]+", out.partition("Examples:")[0])
     assert not [name for one in command.params for name in one.opts if name.startswith("--") and words.count(name) != 1]
