@@ -105,8 +105,14 @@ def test_bench_for_people_has_the_fastest_first_and_marks_it(capsys: pytest.Capt
     )
     places = [next(i for i, line in enumerate(lines) if f" {name} " in line) for name in ("fast", "slow", "wrong")]
     assert places == sorted(places)
-    assert fast[3:] == ["(TorchPackedExperts)", *"100 us 92.0 to 132 us 40 30 50.0% 1.0e-03".split()]
-    assert slow[1:] == ["(TorchPackedExperts)", *"200 us 184 to 248 us 20 15 25.0% 1.0e-03".split()]
+    assert fast[3:] == [
+        "(TorchPackedExperts)",
+        *["100", "us", "92.0", "to", "132", "us", "40", "30", "50.0%", "1.0e-03"],
+    ]
+    assert slow[1:] == [
+        "(TorchPackedExperts)",
+        *["200", "us", "184", "to", "248", "us", "20", "15", "25.0%", "1.0e-03"],
+    ]
     assert wrong[2:] == ["WRONG", "1.0e+00", ">", "8.0e-03"]
 
 
@@ -122,8 +128,16 @@ def test_bench_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: 
 @pytest.mark.parametrize(
     ("fast_us", "tier", "text"),
     [
-        (100.0, "kernel", "faster at T=16: fast (TorchPackedExperts); MOEREG_PREFER=fast or prefer='fast' gives it to layers"),
-        (100.0, "emulation", "faster at T=16: fast (TorchPackedExperts); MOEREG_REQUIRE=fast or require='fast' gives it to layers"),
+        (
+            100.0,
+            "kernel",
+            "faster at T=16: fast (TorchPackedExperts); MOEREG_PREFER=fast or prefer='fast' gives it to layers",
+        ),
+        (
+            100.0,
+            "emulation",
+            "faster at T=16: fast (TorchPackedExperts); MOEREG_REQUIRE=fast or require='fast' gives it to layers",
+        ),
         (195.0, "kernel", ""),
     ],
     ids=["faster", "an emulation", "a tie"],
