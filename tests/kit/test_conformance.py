@@ -23,8 +23,7 @@ CELLS = runnable_cells()
 def kinds_of(cell: BackendCell, check: Check) -> tuple[object, object]:
     """Kinds of interpreted checks: one of each of the first runs in `make test`, one of each of the second at all.
 
-    The rest shows what the cell does where it is compiled; `moereg verify` and the tests on a GPU run it there. Faults
-    (None) are for these alone, since test_faults.py plants each of them on the reference.
+    `moereg verify` and the tests on a GPU run the rest, and all faults: test_faults.py plants those on the reference.
     """
     name, is_batched = cell.class_name, cell.experts.output_form == "per_expert"
     match check.kind:
@@ -32,14 +31,15 @@ def kinds_of(cell: BackendCell, check: Check) -> tuple[object, object]:
             problem = MoEProblem.from_dict(json.loads(check.argument)["problem"])
             if check.kind == "gradients":
                 return (name, bool(problem.adapter_rank)), check
-            # Sizes and facts are drawn too, every codec has tests of its own, and a batched class has the kernels of
-            # the standard one.
+            # Every codec has tests of its own, and a batched class has the kernels of the standard one.
             if problem.quant.weight is None:
                 return name if is_batched else (name, problem.dtype, problem.has_bias), check
             is_first = problem.quant == cell.schemes[0] and not is_batched
-            fmt = cell.scheme_for(problem.quant).weight
-            codec = (fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric)) if not is_batched else None
-            return (name, problem.has_bias) if is_first else name, (name, codec, problem.hidden_size % 2)
+            first, computes = (name, problem.has_bias) if is_first else name, cell.scheme_for(problem.quant)
+            if is_batched or (fmt := computes.weight) is None:
+                return first, name
+            codec = fmt.dtype, fmt.scale_dtype, fmt.symmetric, computes.activation
+            return first, (name, codec, problem.hidden_size % 2)
         case "faults":
             return None, None
         case "rounding":
@@ -65,10 +65,11 @@ def promises() -> list[Any]:
             first, rest = kinds_of(names[check.cell], check)
             marks = [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
             if check.cell in suite.report.imitated:
-                if (is_slow := ("first", check.kind, first) in seen) and ("rest", check.kind, rest) in seen:
+                keys = ("first", check.kind, first), ("rest", check.kind, rest)
+                if seen.issuperset(keys):
                     continue
-                seen |= {("first", check.kind, first), ("rest", check.kind, rest)}
-                marks += [pytest.mark.slow] if is_slow else []
+                marks += [pytest.mark.slow] if keys[0] in seen else []
+                seen.update(keys)
             found.append(pytest.param(check, marks=marks, id=check.id))
     return found
 
