@@ -374,7 +374,7 @@ def new_backend(
     source: Annotated[Path | None, option("File that registers the backend, to put into the plugin.", "--from")] = None,
     triton: Annotated[bool, option("Write a template whose kernel is Triton.", "--triton")] = False,
 ) -> Result:
-    """Write a plugin package with one backend: yours, or one to put a kernel into."""
+    """Write a plugin package around your kernel, or a template."""
     from moereg.cli._new_backend import show_wheel, write_wheel
 
     if triton and source is not None:

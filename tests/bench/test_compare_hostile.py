@@ -324,7 +324,7 @@ def test_run_names_what_a_backend_wrote(
     assert (found["damage"], found["passed"], found["time_us"]) == (expected, False, None)
     assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile".split()) == _output.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
-    assert f"WRONG: fake_hostile of {HOSTILE}: {expected}" in out
+    assert f"WRONG: fake_hostile ({experts.__name__}) of {HOSTILE}: {expected}" in out
 
 
 def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
@@ -348,4 +348,4 @@ def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
     assert all(row["passed"] and row["time_us"] > 0 for row in others)
     assert cli.main(line.split()) == _output.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
-    assert f"fake_zeroes of {HOSTILE} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out
+    assert f"fake_zeroes (Doing) of {HOSTILE} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out

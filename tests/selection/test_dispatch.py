@@ -839,7 +839,8 @@ def test_a_selection_is_a_line_in_a_shell_and_a_table_in_a_notebook(fakes: Backe
     assert "<td>3</td><td>requires platform in (rocm:gfx942), got cuda:sm90</td>" in page
     refused = explain_backends(problem_of(), H100, deny="fast")
     assert repr(refused).endswith("on cuda:sm90: nothing fits, 0 of 2 candidates fit)")
-    assert "&lt;b&gt;" in dataclasses.replace(refused, platform=dataclasses.replace(H100, arch="<b>"))._repr_html_()
+    strange = [dataclasses.replace(each, origin="<b>") for each in refused.decisions]
+    assert "of &lt;b&gt;</td>" in dataclasses.replace(refused, decisions=tuple(strange))._repr_html_()
 
 
 def test_who_requires_a_backend_hears_of_it_alone(fakes: BackendRegistry) -> None:
