@@ -58,9 +58,18 @@ def diagnose(right: LayerCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[
     """
     if not out.numel():
         return ()
-    if out.isnan().all():
-        return ("out is NaN, as if it was not written",)
     problem = right.problem
+    # A kernel that takes a route for one of no local expert does not write its row.
+    lost = out.isnan().any(1)
+    causes = [
+        name
+        for name, local_ids in _misplaced(right)
+        if lost.any() and ((right.local_ids >= 0) & (local_ids < 0)).any(1).equal(lost)
+    ]
+    if out.isnan().all():
+        return (*causes, "out is NaN, as if it was not written")
+    if causes:
+        return tuple(causes)
     if _elements(problem) > _MOST_ELEMENTS:
         return ()
     found: tuple[str, ...] = ()

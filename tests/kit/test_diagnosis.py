@@ -136,6 +136,19 @@ def test_a_mistake_with_the_placement_of_experts_is_named(name, placement):
     assert name in found
 
 
+@pytest.mark.parametrize("placement", ["map", "contiguous"])
+def test_rows_that_an_ignored_map_leaves_unwritten_are_named(placement):
+    problem, weights, inputs, _ = _setting(num_experts=8, num_local_experts=4, placement=placement)
+    expert_map = torch.tensor([3, -1, 2, -1, 1, -1, 0, -1] if placement == "map" else [-1] * 4 + [0, 1, 2, 3])
+    truth = reference_experts(problem, weights, *inputs.call, expert_map.int())
+    ids = inputs.topk_ids.long()
+    lost = ((expert_map[ids] >= 0) & (ids >= 4)).any(1)
+    assert 0 < lost.sum() < len(lost)
+    out = truth.masked_fill(lost[:, None], float("nan"))
+    (found,) = _names((problem, weights, inputs, truth), out, expert_map.int())
+    assert found == "expert_map ignored (topk_ids taken for local experts)"
+
+
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "int8_w8a16"])
 def test_omitted_scales_are_named(scheme):
     setting = problem, weights, inputs, _ = _setting(quant=scheme, hidden_size=128, intermediate_size=64)
