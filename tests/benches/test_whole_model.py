@@ -62,11 +62,17 @@ def test_what_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) ->
         out: torch.Tensor = ALL_EXPERTS_FUNCTIONS["moereg"](module, hidden, ids, weights)
         return 1.1 * out if module is whole.experts[0] else out
 
+    def fickle(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        out: torch.Tensor = ALL_EXPERTS_FUNCTIONS["moereg"](module, *inputs)
+        return out if len(calls) <= len(whole.experts) else -out
+
     def lacking(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
+    calls: list[int] = []
     record: dict[str, Any] = {"rows": [], "left_out": []}
-    functions = {"swapped": swapped, "slightly": slightly, "lacking": lacking}
+    functions = {"swapped": swapped, "slightly": slightly, "fickle": fickle, "lacking": lacking}
     with torch.no_grad():
         whole = PublishedModel(MODELS["tiny"], CPU, record, deadline=float("inf"))
         whole.prepare()
@@ -79,10 +85,11 @@ def test_what_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) ->
         check = record["checks"]["slightly"]
         assert check["norm"] <= record["bound"]
         assert check["layers"] == pytest.approx(0.1, rel=0.1)
-        whole.names = ["eager", "swapped", "lacking"]
+        whole.names = ["eager", "swapped", "fickle", "lacking"]
         whole.measure(Case("prefill", "eager", 1, 16), seconds=0.01)
     outcomes = {row["implementation"]: row.get("outcome") for row in record["rows"]}
-    assert outcomes == {"eager": None, "swapped": "wrong logits", "lacking": "out of memory"}
+    assert outcomes.pop("swapped").startswith("wrong experts for 16 tokens: ")
+    assert outcomes == {"eager": None, "fickle": "wrong logits", "lacking": "out of memory"}
     assert [row["implementation"] for row in record["rows"] if "ms" in row] == ["eager"]
     # What lacked memory beside moereg's kernels is measured without them; they are there again afterwards.
     monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "lacking", ALL_EXPERTS_FUNCTIONS["batched_mm"])
