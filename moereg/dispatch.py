@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Hashable, Iterator
 from typing import Final
 
-from moereg.errors import ArgumentError, EmulationWarning, UnsupportedProblemError, shown
+from moereg.arguments import check_instance
+from moereg.errors import EmulationWarning, UnsupportedProblemError
 from moereg.evidence.measured import read_tuning
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.platforms import Platform, read_platform
 from moereg.registry import BackendCell
-from moereg.selection.decide import decide, evaluate, rank, requirement_reasons
+from moereg.selection.decide import decide, evaluate, requirement_reasons
 from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.request import Names, Request
 from moereg.selection.result import Decision, Selection
@@ -29,12 +30,10 @@ from moereg.spec.reasons import Reason
 __all__ = [
     "Decision",
     "Names",
-    "Request",
     "Selection",
     "evaluate",
     "explain_backends",
     "machine_reasons",
-    "rank",
     "select_backend",
 ]
 
@@ -67,8 +66,7 @@ def explain_backends(
         >>> [reason.text for reason in selection.decisions[0].reasons]
         ['requires platform in (cuda:sm80+, rocm:gfx942), got cuda:sm70']
     """
-    if not isinstance(problem, MoEProblem):
-        raise ArgumentError(f"problem must be a MoEProblem, got {shown(problem)}; make one with MoEProblem(...)")
+    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     platform = read_platform(platform)
     request = Request.resolve(

@@ -238,12 +238,8 @@ def run_layer(flags: ProblemFlags, seed: int) -> Result:
                 out, reference = comparison.output(winner, num_tokens), comparison.reference(winner, num_tokens)
                 call = LayerCall.of(problem, built.weights, *calls[0], computes=winner.computes)
                 causes = diagnose(call, out, reference)
-    permute_ms, weights_bytes = comparison.permute_ms.get(winner), num_bytes(built.weights.tensors())
+    permute_ms, weights_bytes = comparison.permute_ms.get(winner), built.weights.num_bytes
     return result_of_run(name, selection, num_tokens, row, permute_ms, weights_bytes, causes, flags.verbose)
-
-
-def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def result_of_run(

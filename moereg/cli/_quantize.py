@@ -18,7 +18,7 @@ from moereg.bench.compare import Comparison
 from moereg.bench.inputs import Call, num_calls
 from moereg.bench.roofline import expert_bytes
 from moereg.checkpoints import CheckpointLayer, read_problem
-from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, num_bytes, platform_at_hand, random_hidden_states
+from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_at_hand, random_hidden_states
 from moereg.cli._options import ProblemFlags, UsageError, first_layer
 from moereg.cli._output import Result, code_of_verdict, picked
 from moereg.cli._progress import phase
@@ -253,11 +253,11 @@ class _Work:
         if is_original and passed:
             self._original = comparison
         numel = (weights.num_halves + 1) * weights.intermediate_size * weights.hidden_size
-        stored = num_bytes(weights.tensors("weight", "scale", "scale_2", "zero_point"))
+        stored = sum(one.nbytes for one in weights.tensors("weight", "scale", "scale_2", "zero_point").values())
         return {
             "quant": selection.problem.quant.name,
             **picked(winner, "computes", "backend", "experts", "tier"),
-            "bytes": num_bytes(weights.tensors()),
+            "bytes": weights.num_bytes,
             "bits": 8 * stored / (weights.num_experts * numel),
             "weights_error": 0.0 if is_original else _weights_error(weights, self._plain.weights),
             "output_error": relative_error(found, self._expected),

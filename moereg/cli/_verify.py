@@ -15,7 +15,7 @@ from rich.text import Text
 from moereg.cli._options import UsageError, check_files
 from moereg.cli._output import console, print_aside
 from moereg.cli._progress import phase
-from moereg.cli._show import new_table
+from moereg.cli._show import new_table, print_notices, say
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
 from moereg.registry import API_VERSION
@@ -121,33 +121,28 @@ def record_verified(report: Report, path: Path, modules: Sequence[str]) -> tuple
 
 def show_verify(report: Report, modules: Sequence[str]) -> None:
     """Prints the report, and what a file of these modules lacks as a plugin if it passed."""
-    target = console(sys.stdout)
     device = f" ({one_line(report.device)})" if report.device else ""
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
-    target.print(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
+    say(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
     if report.cells:
         rows = [_row(report, cell) for cell in report.cells]
-        target.print(new_table("experts", "platforms", "computes", "runs", *_COLUMNS, rows=rows))
+        say(new_table("experts", "platforms", "computes", "runs", *_COLUMNS, rows=rows))
     by_cause = _by_cause(report.failures)
     for place, results in enumerate(by_cause[:_MOST_SHOWN]):
         _show_failures(report, results, in_full=place == 0)
     if len(by_cause) > _MOST_SHOWN:
-        target.print(f"and {len(by_cause) - _MOST_SHOWN} more kinds of failures; --json has all of them")
-    for cell, reason in report.idle.items():
-        target.print(f"{cell} cannot run here: {reason}")
+        say(f"and {len(by_cause) - _MOST_SHOWN} more kinds of failures; --json has all of them")
+    say(*(f"{cell} cannot run here: {reason}" for cell, reason in report.idle.items()))
     if report.imitated:
-        target.print(_IMITATED)
+        say(_IMITATED)
     if report.unchecked:
-        target.print(f"not checked on this machine: {', '.join(report.unchecked)}")
-    for note in report.notes:
-        target.print(f"note: {note}")
+        say(f"not checked on this machine: {', '.join(report.unchecked)}")
+    print_notices(report.notes)
     outcomes = [result.outcome for result in report.results]
     skipped = collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped")
-    for reason, count in skipped.items():
-        target.print(f"{count} skipped: {reason}")
-    target.print(_verdict(report))
+    say(*(f"{count} skipped: {reason}" for reason, count in skipped.items()), _verdict(report))
     if report.passed and any(map(is_file_name, modules)):
-        target.print(_AS_PLUGIN)
+        say(_AS_PLUGIN)
 
 
 def _row(report: Report, cell: CellName) -> list[str | Text]:

@@ -228,7 +228,8 @@ def _build(
         winner, experts = ranges[-1].selection.winner, ranges[-1].experts
         assert winner is not None
         reader = OneExpert(ranges[-1].selection, winner, weights)
-        permuted = backend_calls.permute(ranges[-1].selection, experts, weights).with_reader(reader)
+        permuted = backend_calls.permute(ranges[-1].selection, experts, weights)
+        permuted = dataclasses.replace(permuted, reader=reader)
         borrowed = permuted.shared_with(weights)
         if own_weights:
             with plain_torch(), torch.inference_mode(False):
