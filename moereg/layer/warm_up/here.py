@@ -23,7 +23,6 @@ from moereg.layer.warm_up.shipped import check_shipped, check_writable
 from moereg.prepare_finalize import BatchedPrepareFinalize, PrepareFinalize
 from moereg.runtime.progress import logger
 from moereg.runtime.torch_state import plain_torch
-from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Selection
 from moereg.weights.permuted import PermutedWeights
 
@@ -88,7 +87,7 @@ def _warm_up_range(
     else:
         to_run = counts if is_asked else _powers_of_two(counts[0], counts[-1])
     batches = moves if isinstance(moves, BatchedPrepareFinalize) else None
-    layer = DummyLayer(experts, weights, expert_map, WORKSPACES.take, batches)
+    layer = DummyLayer(experts, weights, expert_map, batches)
     num_compiled = _run(selection, layer, to_run, counts_compilations=found.fault is None)
     notes = found.notes
     if found.fault is not None:
