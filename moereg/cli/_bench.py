@@ -437,8 +437,7 @@ def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: b
 
     The last lines say what is wrong, or what a layer gets and how it gets something faster.
     """
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     # 80 columns have no room for figures derived from the time.
     rates, share = ((">TFLOP/s", ">GB/s"), ">% of roofline") if is_wide() else ((), ">roofline")
     table: list[Sequence[str | Text] | None] = []

@@ -221,8 +221,7 @@ class _Work:
 
     def row(self, selection: Selection, is_original: bool = False) -> dict[str, Any]:
         """Compares and times the layer in a scheme, alongside the original, which comes first; a row of `--json`."""
-        winner = selection.winner
-        assert winner is not None
+        winner = selection.chosen
         weights = self._layer.weights if is_original else self._quantized(selection.problem.quant)
         found = reference_experts(selection.problem, weights, *self._sample, computes=winner.scheme)
         alone = dataclasses.replace(selection, decisions=(winner,))
@@ -277,10 +276,7 @@ def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
     """Relative error of the dequantized weights, expert by expert to avoid a copy of all."""
     difference = norm = 0.0
     for expert in range(weights.num_experts):
-        one = {name: tensor[expert : expert + 1] for name, tensor in weights.tensors().items() if tensor.dim()}
-        one = {name: tensor for name, tensor in one.items() if not name.startswith("a") and "bias" not in name}
-        quant = dataclasses.replace(weights.scheme, activation=None)
-        restored = dequantize_weights(ExpertWeights(**one, quant=quant), torch.float32)
+        restored = dequantize_weights(weights.expert(expert), torch.float32)
         for found, matrix in zip(restored, (plain.w13, plain.w2), strict=True):
             expected = matrix[expert].float()
             difference += float(torch.linalg.vector_norm(found[0] - expected)) ** 2

@@ -155,8 +155,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int, st
 
 def lacking_workspaces(selection: Selection, shapes: Sequence[tuple[int, ...]], error: BaseException) -> BaseException:
     """Names the backend and its shapes in an out-of-memory error for workspaces: a shape may be absurd."""
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     return _lacking(
         error,
         f"backend {winner.backend!r} of {winner.provider} asked for workspaces {shapes[0]} and {shapes[1]}: if that is "
@@ -166,8 +165,7 @@ def lacking_workspaces(selection: Selection, shapes: Sequence[tuple[int, ...]], 
 
 def _lacking_copy(selection: Selection, weights: ExpertWeights, error: BaseException) -> BaseException:
     """Names the backend in an out-of-memory error for permuted weights, which are about one more copy."""
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     return _lacking(
         error,
         f"backend {winner.backend!r} of {winner.provider} was permuting {weights.num_bytes / 2**30:.1f} GiB of weights "
@@ -212,8 +210,7 @@ def named(selection: Selection, step: str, error: BaseException) -> BaseExceptio
 
 def backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:
     """The error about a fault of the chosen backend in a step, and what was found there."""
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     name, origin = winner.backend, winner.origin
     return BackendError(
         f"backend {name!r} of {origin} {fault} {winner.experts}.{step}: {found}; do without it (--deny {name}, or "

@@ -31,8 +31,6 @@ from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["MoELayer"]
-
 
 class MoELayer(CanonicalModule):
     """The routed experts of one layer as a module, optionally with their router.

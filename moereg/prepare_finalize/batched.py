@@ -98,7 +98,7 @@ def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype |
 _RULE: Final = PlatformRule("cuda:sm80+")
 _FLOAT8_RULE: Final = PlatformRule("cuda:sm89+")
 _TRITON: Final = SpecifierSet(">=3.6")
-"""What the `triton` backend takes."""
+"""The versions that the `triton` backend takes."""
 
 
 def runs_kernels(platform: Platform) -> bool:

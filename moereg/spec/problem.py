@@ -13,8 +13,6 @@ from moereg.errors import ArgumentError, shown
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme, known_fields
 
-__all__ = ["ACTIVATION_FORMATS", "DTYPES", "GRADIENTS", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
-
 DTYPES: Final = ("bfloat16", "float16", "float32")
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 ACTIVATION_FORMATS: Final = ("standard", "batched")

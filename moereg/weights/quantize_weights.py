@@ -224,27 +224,18 @@ def _quantize_rows(
 
 
 def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
-    num_rows = matrix.q.shape[0]
-    spans_rows = fmt.group[0] == WHOLE
-    group = group_rows(fmt.group, num_rows)
-    groups = slice(rows.start // group, -(-rows.stop // group))
+    num_rows, scale, zero_point = len(matrix.q), matrix.scale, matrix.zero_point
     if fmt.group == (WHOLE, WHOLE):
-        scale = _of_rows(matrix.scale, num_rows, rows)
-        assert scale is not None
-    else:
-        scale = matrix.scale if spans_rows else matrix.scale[groups]
-    zero_point = matrix.zero_point
-    if zero_point is not None and not spans_rows:
-        zero_point = zero_point[groups]
+        scale = _for_rows(scale[None], num_rows)[0, rows]
+    elif fmt.group[0] != WHOLE:
+        groups = slice(rows.start // fmt.group[0], -(-rows.stop // fmt.group[0]))
+        scale, zero_point = scale[groups], None if zero_point is None else zero_point[groups]
     return Quantized(matrix.q[rows], scale, _of_rows(matrix.scale_2, num_rows, rows), zero_point)
 
 
 def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
     """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
-    if value is None:
-        return None
-    value = value.reshape(-1)
-    return value.repeat_interleave(num_rows // len(value))[rows].unsqueeze(1)
+    return None if value is None else _for_rows(value[None], num_rows)[0, rows]
 
 
 def _for_rows(value: torch.Tensor, rows: int) -> torch.Tensor:

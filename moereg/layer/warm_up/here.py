@@ -48,8 +48,7 @@ def warm_up(
     All ranges read `weights`; `moves` lays out tokens on this rank and may launch kernels for that.
     """
     selection, is_asked = ranges[-1].selection, token_counts is not None
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     counts = check_token_counts(token_counts, selection.problem.max_num_tokens)
     if jobs is not None:
         check_count("jobs", jobs)
@@ -72,8 +71,7 @@ def _warm_up_range(
     """Warms up one range for its numbers of tokens, ascending; `is_asked` if the caller named them."""
     start = time.monotonic()
     selection, experts = served.selection, served.experts
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     device = weights.device
     if device.type in _HOSTS:
         note = f"backend {winner.backend!r} compiles nothing on {device.type}"
