@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +33,6 @@ _AS_PLUGIN: Final = (
     "moereg new-backend writes one"
 )
 
-_EVERY_SECONDS: Final = 20.0
 _MOST_SHOWN: Final = 12
 
 _COLUMNS: Final = {
@@ -65,27 +62,19 @@ def verify_backend(
     name: str, modules: Sequence[str], platform: str | None, isolate: bool, seconds: float | None, **options: Any
 ) -> Report:
     """Runs the kit and shows progress and failures on standard error; takes the arguments of `verify`."""
-    last = time.monotonic()
-    num_failed = num_printed = 0
+    num_printed = 0
     printed: set[str] = set()
-    is_terminal = sys.stderr.isatty()
-    with contextlib.ExitStack() as stack:
-        advance = stack.enter_context(phase("verifying")) if is_terminal else None
+    with phase("verifying") as advance:
 
         def progress(done: int, total: int, result: Result) -> None:
-            nonlocal last, num_failed, num_printed
-            if advance is not None:
-                advance(done, total)
+            nonlocal num_printed
+            advance(done, total)
             outcome = result.outcome
-            num_failed += outcome.is_failure
             causes = causes_in(outcome.message)
             if outcome.is_failure and printed.isdisjoint(causes) and num_printed < _MOST_SHOWN:
                 num_printed += 1
                 printed.update(causes)
                 print_aside(f"{outcome.status}: {result.check.id}: {outcome.message}")
-            elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:
-                last = time.monotonic()
-                print_aside(f"{done} of {total} checks, {num_failed} failed")
 
         return verify(name, platform, isolate, seconds, modules=modules, progress=progress, **options)
 
