@@ -114,6 +114,13 @@ class ExpertPlacement:
         return sum(map(len, self.experts_of_rank)) - self.num_experts
 
     @property
+    def is_contiguous(self) -> bool:
+        """Whether ranks hold slices of equal size in order."""
+        if self.num_experts % self.num_ranks:
+            return False
+        return self == ExpertPlacement.contiguous(self.num_experts, self.num_ranks)
+
+    @property
     def digest(self) -> str:
         """A short text that is equal on ranks with the same placement."""
         return hashlib.sha256(repr((self.num_experts, self.experts_of_rank)).encode()).hexdigest()[:16]

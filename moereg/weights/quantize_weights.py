@@ -12,7 +12,7 @@ from moereg.errors import ArgumentError
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.formats import Quantized, element_of, restore, spread_zero_points, total_scale
-from moereg.weights.groups import choose_scale, global_scale, group_extrema, group_rows
+from moereg.weights.groups import choose_scale, global_scale, group_extrema
 from moereg.weights.permuted import ExpertWeights
 
 # In fp32. Besides input and output this needs only ten temporaries of this size, which stay in cache.
@@ -171,7 +171,7 @@ def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: sli
 
 def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
     """Slices of a matrix's rows, each of at most `BLOCK_BYTES` in fp32 or one row of groups, in whole groups."""
-    group = group_rows(fmt.group, rows) if fmt.group != (WHOLE, WHOLE) else 1
+    group = 1 if fmt.group == (WHOLE, WHOLE) else rows if fmt.group[0] == WHOLE else fmt.group[0]
     step = max(1, BLOCK_BYTES // (4 * columns * group)) * group
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
