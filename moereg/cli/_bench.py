@@ -18,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from moereg.arguments import check_one_of
 from moereg.bench.compare import Comparison, Measurement
 from moereg.bench.inputs import ROUTINGS, Call, num_calls, random_weights
 from moereg.bench.points import Point
@@ -42,14 +43,7 @@ from moereg.cli._show import (
     versions_of,
 )
 from moereg.dispatch import explain_backends, select_backend
-from moereg.errors import (
-    BackendError,
-    EmulationWarning,
-    TooLargeError,
-    UnknownNameError,
-    UnsupportedProblemError,
-    unknown_name_message,
-)
+from moereg.errors import BackendError, EmulationWarning, TooLargeError, UnsupportedProblemError
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
 from moereg.numerics.reference import LayerCall
@@ -328,8 +322,7 @@ def parse_counts(text: str, example: str = "1,16,64") -> tuple[int, ...]:
 
 
 def check_routing(routing: str) -> None:
-    if routing not in ROUTINGS:
-        raise UnknownNameError(unknown_name_message("routing", routing, ROUTINGS))
+    check_one_of("routing", routing, tuple(ROUTINGS))
 
 
 def bench_layer(

@@ -142,7 +142,8 @@ class MoEKernel:
             return joined(found if out is None else out.copy_(found), *followed)
         if out is None:
             out = torch.empty_like(hidden_states)
-        if self.prepare_finalize.communicates or hidden_states.shape[0]:
+        # Other ranks wait for each call of this one.
+        if isinstance(self.prepare_finalize, GroupPrepareFinalize) or hidden_states.shape[0]:
             if torch.compiler.is_compiling():
                 run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
             else:
