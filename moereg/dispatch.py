@@ -13,8 +13,7 @@ import warnings
 from collections.abc import Hashable, Iterator
 from typing import Final
 
-from moereg.arguments import check_instance
-from moereg.errors import EmulationWarning, UnsupportedProblemError
+from moereg.errors import ArgumentError, EmulationWarning, UnsupportedProblemError, shown
 from moereg.evidence.measured import read_tuning
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.platforms import Platform, read_platform
@@ -66,7 +65,8 @@ def explain_backends(
         >>> [reason.text for reason in selection.decisions[0].reasons]
         ['requires platform in (cuda:sm80+, rocm:gfx942), got cuda:sm70']
     """
-    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
+    if not isinstance(problem, MoEProblem):
+        raise ArgumentError(f"problem must be a MoEProblem, got {shown(problem)}; make one with MoEProblem(...)")
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     platform = read_platform(platform)
     request = Request.resolve(

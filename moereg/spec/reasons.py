@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from moereg.arguments import check_one_of
+from moereg.errors import UnknownNameError, unknown_name_message
 from moereg.runtime.json_types import Text
 
 CURES: Final[dict[str, str]] = {
@@ -48,4 +48,5 @@ class Reason:
     text: Text
 
     def __post_init__(self) -> None:
-        check_one_of("code", self.code, REASON_CODES)
+        if self.code not in REASON_CODES:
+            raise UnknownNameError(unknown_name_message("code", self.code, REASON_CODES))
