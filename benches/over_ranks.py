@@ -243,7 +243,7 @@ class Rank:
         del runs
         if not error <= tolerance:  # NaN is wrong too.
             return {**found, "relative_error": error, "passed": False}
-        row_bytes = moves.wire.bytes_per_token + 8 * self.problem.top_k
+        row_bytes = sum(moves.wire.widths) + 8 * self.problem.top_k
         bare, moved = bare_collectives(self.problem, own, self.tables, row_bytes)
         bare_us = time_over_ranks(bare, self.device, self.job.rounds, self.job.seconds).median_us
         return {

@@ -18,7 +18,7 @@ from moereg.evidence.measured import read_tuning
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.platforms import Platform, read_platform
 from moereg.registry import BackendCell
-from moereg.selection.decide import decide, evaluate, rank, requirement_reasons
+from moereg.selection.decide import decide, evaluate, requirement_reasons
 from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.request import Names, Request
 from moereg.selection.result import Decision, Selection
@@ -29,12 +29,10 @@ from moereg.spec.reasons import Reason
 __all__ = [
     "Decision",
     "Names",
-    "Request",
     "Selection",
     "evaluate",
     "explain_backends",
     "machine_reasons",
-    "rank",
     "select_backend",
 ]
 

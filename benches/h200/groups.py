@@ -69,7 +69,7 @@ def replayed(run: Callable[[], Any]) -> Callable[[], Any]:
 def bare(moves: GroupPrepareFinalize, num_tokens: int, dispatcher: str) -> Callable[[], Any]:
     """The collectives that a call makes, on bytes of its own."""
     problem, size = moves.problem, moves.group.size
-    row = moves.wire.bytes_per_token + 8 * problem.top_k
+    row = sum(moves.wire.widths) + 8 * problem.top_k
     back = problem.hidden_size * problem.torch_dtype.itemsize
     if dispatcher == "all_gather":
         sent = torch.zeros(num_tokens, row, dtype=torch.uint8, device="cuda")
@@ -85,7 +85,7 @@ def bare(moves: GroupPrepareFinalize, num_tokens: int, dispatcher: str) -> Calla
     rows = problem.num_experts * num_tokens if dispatcher == "low_latency" else num_tokens * min(size, problem.top_k)
     results = rows if dispatcher == "low_latency" else num_tokens * problem.top_k
     rows, results = -(-rows // size) * size, -(-results // size) * size
-    there = torch.zeros(2, rows, moves.wire.bytes_per_token, dtype=torch.uint8, device="cuda")
+    there = torch.zeros(2, rows, sum(moves.wire.widths), dtype=torch.uint8, device="cuda")
     home = torch.zeros(2, results, back, dtype=torch.uint8, device="cuda")
 
     def there_and_back() -> None:

@@ -18,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from moereg.arguments import check_one_of
 from moereg.bench.compare import Comparison, Measurement
 from moereg.bench.inputs import ROUTINGS, Call, num_calls, random_weights
 from moereg.bench.points import Point
@@ -42,14 +43,7 @@ from moereg.cli._show import (
     versions_of,
 )
 from moereg.dispatch import explain_backends, select_backend
-from moereg.errors import (
-    BackendError,
-    EmulationWarning,
-    TooLargeError,
-    UnknownNameError,
-    UnsupportedProblemError,
-    unknown_name_message,
-)
+from moereg.errors import BackendError, EmulationWarning, TooLargeError, UnsupportedProblemError
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
 from moereg.numerics.reference import LayerCall
@@ -238,12 +232,8 @@ def run_layer(flags: ProblemFlags, seed: int) -> Result:
                 out, reference = comparison.output(winner, num_tokens), comparison.reference(winner, num_tokens)
                 call = LayerCall.of(problem, built.weights, *calls[0], computes=winner.computes)
                 causes = diagnose(call, out, reference)
-    permute_ms, weights_bytes = comparison.permute_ms.get(winner), num_bytes(built.weights.tensors())
+    permute_ms, weights_bytes = comparison.permute_ms.get(winner), built.weights.num_bytes
     return result_of_run(name, selection, num_tokens, row, permute_ms, weights_bytes, causes, flags.verbose)
-
-
-def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def result_of_run(
@@ -332,8 +322,7 @@ def parse_counts(text: str, example: str = "1,16,64") -> tuple[int, ...]:
 
 
 def check_routing(routing: str) -> None:
-    if routing not in ROUTINGS:
-        raise UnknownNameError(unknown_name_message("routing", routing, ROUTINGS))
+    check_one_of("routing", routing, tuple(ROUTINGS))
 
 
 def bench_layer(
@@ -441,8 +430,7 @@ def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: b
 
     The last lines say what is wrong, or what a layer gets and how it gets something faster.
     """
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     # 80 columns have no room for figures derived from the time.
     rates, share = ((">TFLOP/s", ">GB/s"), ">% of roofline") if is_wide() else ((), ">roofline")
     table: list[Sequence[str | Text] | None] = []

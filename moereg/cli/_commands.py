@@ -65,7 +65,6 @@ def _known_routings() -> Iterable[str]:
 
 
 Seed = Annotated[int, seed_of("Of weights, inputs and routing; 0 if left out.")]
-Jobs = Annotated[int | None, option("Compilers at once; else as memory allows.", min=1)]
 _MEASURED: Final = "Measure these alone; these opt-in ones too."
 _REGISTERS: Final = "Files or modules that register backends."
 Modules = Annotated[list[str] | None, option(_REGISTERS)]
@@ -388,7 +387,7 @@ def compile(
     context: typer.Context,
     tokens: Annotated[str | None, option("Of calls, such as 1-512,1024; else 1-16384.")] = None,
     cache: Annotated[Path | None, option("Folder to fill and ship; else Triton's cache.")] = None,
-    jobs: Jobs = None,
+    jobs: Annotated[int | None, option("Compilers at once; else as memory allows.", min=1)] = None,
     check: Annotated[bool, option("Only check that the folder serves here.", "--check")] = False,
 ) -> Result:
     """Compile what a layer launches ahead of its first call."""

@@ -8,7 +8,6 @@ import dataclasses
 import io
 import json
 import logging
-import math
 import os
 import sys
 import warnings
@@ -57,7 +56,11 @@ class Result:
 
     def print(self, as_json: bool) -> None:
         """Writes it to standard output; in JSON on one line, with null for NaN and infinities."""
-        print(json.dumps(_finite(self.values), allow_nan=False)) if as_json else self.show()
+        if not as_json:
+            self.show()
+            return
+        finite = json.loads(json.dumps(self.values), parse_constant=lambda name: None)
+        print(json.dumps(finite, allow_nan=False))
 
 
 def console(stream: TextIO) -> Console:
@@ -71,16 +74,6 @@ def console(stream: TextIO) -> Console:
 def picked(source: Any, *names: str) -> dict[str, Any]:
     """Attributes of an object by name, for JSON."""
     return {name: getattr(source, name) for name in names}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def print_aside(text: str) -> None:

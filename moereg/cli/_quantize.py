@@ -18,7 +18,7 @@ from moereg.bench.compare import Comparison
 from moereg.bench.inputs import Call, num_calls
 from moereg.bench.roofline import expert_bytes
 from moereg.checkpoints import CheckpointLayer, read_problem
-from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, num_bytes, platform_at_hand, random_hidden_states
+from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_at_hand, random_hidden_states
 from moereg.cli._options import ProblemFlags, UsageError, first_layer
 from moereg.cli._output import Result, code_of_verdict, picked
 from moereg.cli._progress import phase
@@ -221,8 +221,7 @@ class _Work:
 
     def row(self, selection: Selection, is_original: bool = False) -> dict[str, Any]:
         """Compares and times the layer in a scheme, alongside the original, which comes first; a row of `--json`."""
-        winner = selection.winner
-        assert winner is not None
+        winner = selection.chosen
         weights = self._layer.weights if is_original else self._quantized(selection.problem.quant)
         found = reference_experts(selection.problem, weights, *self._sample, computes=winner.scheme)
         alone = dataclasses.replace(selection, decisions=(winner,))
@@ -253,11 +252,11 @@ class _Work:
         if is_original and passed:
             self._original = comparison
         numel = (weights.num_halves + 1) * weights.intermediate_size * weights.hidden_size
-        stored = num_bytes(weights.tensors("weight", "scale", "scale_2", "zero_point"))
+        stored = sum(one.nbytes for one in weights.tensors("weight", "scale", "scale_2", "zero_point").values())
         return {
             "quant": selection.problem.quant.name,
             **picked(winner, "computes", "backend", "experts", "tier"),
-            "bytes": num_bytes(weights.tensors()),
+            "bytes": weights.num_bytes,
             "bits": 8 * stored / (weights.num_experts * numel),
             "weights_error": 0.0 if is_original else _weights_error(weights, self._plain.weights),
             "output_error": relative_error(found, self._expected),
@@ -277,10 +276,7 @@ def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
     """Relative error of the dequantized weights, expert by expert to avoid a copy of all."""
     difference = norm = 0.0
     for expert in range(weights.num_experts):
-        one = {name: tensor[expert : expert + 1] for name, tensor in weights.tensors().items() if tensor.dim()}
-        one = {name: tensor for name, tensor in one.items() if not name.startswith("a") and "bias" not in name}
-        quant = dataclasses.replace(weights.scheme, activation=None)
-        restored = dequantize_weights(ExpertWeights(**one, quant=quant), torch.float32)
+        restored = dequantize_weights(weights.expert(expert), torch.float32)
         for found, matrix in zip(restored, (plain.w13, plain.w2), strict=True):
             expected = matrix[expert].float()
             difference += float(torch.linalg.vector_norm(found[0] - expected)) ** 2

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +13,7 @@ from rich.text import Text
 from moereg.cli._options import UsageError, check_files
 from moereg.cli._output import console, print_aside
 from moereg.cli._progress import phase
-from moereg.cli._show import new_table
+from moereg.cli._show import new_table, print_notices, say
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
 from moereg.registry import API_VERSION
@@ -35,7 +33,6 @@ _AS_PLUGIN: Final = (
     "moereg new-backend writes one"
 )
 
-_EVERY_SECONDS: Final = 20.0
 _MOST_SHOWN: Final = 12
 
 _COLUMNS: Final = {
@@ -65,27 +62,19 @@ def verify_backend(
     name: str, modules: Sequence[str], platform: str | None, isolate: bool, seconds: float | None, **options: Any
 ) -> Report:
     """Runs the kit and shows progress and failures on standard error; takes the arguments of `verify`."""
-    last = time.monotonic()
-    num_failed = num_printed = 0
+    num_printed = 0
     printed: set[str] = set()
-    is_terminal = sys.stderr.isatty()
-    with contextlib.ExitStack() as stack:
-        advance = stack.enter_context(phase("verifying")) if is_terminal else None
+    with phase("verifying") as advance:
 
         def progress(done: int, total: int, result: Result) -> None:
-            nonlocal last, num_failed, num_printed
-            if advance is not None:
-                advance(done, total)
+            nonlocal num_printed
+            advance(done, total)
             outcome = result.outcome
-            num_failed += outcome.is_failure
             causes = causes_in(outcome.message)
             if outcome.is_failure and printed.isdisjoint(causes) and num_printed < _MOST_SHOWN:
                 num_printed += 1
                 printed.update(causes)
                 print_aside(f"{outcome.status}: {result.check.id}: {outcome.message}")
-            elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:
-                last = time.monotonic()
-                print_aside(f"{done} of {total} checks, {num_failed} failed")
 
         return verify(name, platform, isolate, seconds, modules=modules, progress=progress, **options)
 
@@ -121,33 +110,28 @@ def record_verified(report: Report, path: Path, modules: Sequence[str]) -> tuple
 
 def show_verify(report: Report, modules: Sequence[str]) -> None:
     """Prints the report, and what a file of these modules lacks as a plugin if it passed."""
-    target = console(sys.stdout)
     device = f" ({one_line(report.device)})" if report.device else ""
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
-    target.print(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
+    say(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
     if report.cells:
         rows = [_row(report, cell) for cell in report.cells]
-        target.print(new_table("experts", "platforms", "computes", "runs", *_COLUMNS, rows=rows))
+        say(new_table("experts", "platforms", "computes", "runs", *_COLUMNS, rows=rows))
     by_cause = _by_cause(report.failures)
     for place, results in enumerate(by_cause[:_MOST_SHOWN]):
         _show_failures(report, results, in_full=place == 0)
     if len(by_cause) > _MOST_SHOWN:
-        target.print(f"and {len(by_cause) - _MOST_SHOWN} more kinds of failures; --json has all of them")
-    for cell, reason in report.idle.items():
-        target.print(f"{cell} cannot run here: {reason}")
+        say(f"and {len(by_cause) - _MOST_SHOWN} more kinds of failures; --json has all of them")
+    say(*(f"{cell} cannot run here: {reason}" for cell, reason in report.idle.items()))
     if report.imitated:
-        target.print(_IMITATED)
+        say(_IMITATED)
     if report.unchecked:
-        target.print(f"not checked on this machine: {', '.join(report.unchecked)}")
-    for note in report.notes:
-        target.print(f"note: {note}")
+        say(f"not checked on this machine: {', '.join(report.unchecked)}")
+    print_notices(report.notes)
     outcomes = [result.outcome for result in report.results]
     skipped = collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped")
-    for reason, count in skipped.items():
-        target.print(f"{count} skipped: {reason}")
-    target.print(_verdict(report))
+    say(*(f"{count} skipped: {reason}" for reason, count in skipped.items()), _verdict(report))
     if report.passed and any(map(is_file_name, modules)):
-        target.print(_AS_PLUGIN)
+        say(_AS_PLUGIN)
 
 
 def _row(report: Report, cell: CellName) -> list[str | Text]:

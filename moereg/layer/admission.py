@@ -106,8 +106,8 @@ class _Subject(NamedTuple):
 
     @classmethod
     def of(cls, selection: Selection) -> _Subject:
-        winner = selection.winner
-        assert winner is not None and winner.cell is not None and winner.scheme is not None
+        winner = selection.chosen
+        assert winner.cell is not None and winner.scheme is not None
         return cls(winner.cell, winner.scheme, selection.platform, bool(selection.problem.gradients))
 
     @property
@@ -234,8 +234,7 @@ def _closeness(found: CheckResult) -> float:
 
 def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare, bool]]:
     """Yields a number of tokens, what runs and compares such a call, and whether it compares gradients."""
-    problem, winner = checking.problem, checking.selection.winner
-    assert winner is not None
+    problem, winner = checking.problem, checking.selection.chosen
     training = None
     if problem.gradients:
         *_, call = _calls(problem, weights, winner, _MOST_TRAINED)
@@ -360,8 +359,7 @@ def _after(selection: Selection, failure: str, device: torch.device) -> str:
     try:
         torch.zeros(1, device=device).item()
     except Exception as lost:
-        winner = selection.winner
-        assert winner is not None
+        winner = selection.chosen
         _quarantine(_Subject.of(selection).failed(failure))
         raise BackendError(
             f"backend {winner.backend!r} of {winner.provider} took the device down: {failure}; it is quarantined, so "
@@ -437,8 +435,7 @@ def next_choice(selection: Selection, failure: str) -> Selection:
     Issues one `AdmissionWarning`, unless the failure was known. Raises if no other candidate fits, such as when the
     request requires the one that failed.
     """
-    subject, winner = _Subject.of(selection), selection.winner
-    assert winner is not None
+    subject, winner = _Subject.of(selection), selection.chosen
     is_known = bool(subject.known())
     record = subject.failed(failure)
     held = "it is quarantined" if is_known else _quarantine(record)

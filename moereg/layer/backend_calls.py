@@ -73,17 +73,17 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
             raise lack from error
         raise_named(selection, "permute_weights", error)
     if not isinstance(permuted, PermutedWeights):
-        raise _backend_error(selection, "permute_weights", "returned no PermutedWeights from", shown(permuted))
+        raise backend_error(selection, "permute_weights", "returned no PermutedWeights from", shown(permuted))
     if permuted.layout not in experts.layouts:
         found = f"{shown(permuted.layout)}, and its class declares {', '.join(experts.layouts)}"
-        raise _backend_error(selection, "permute_weights", "returned an undeclared layout from", found)
+        raise backend_error(selection, "permute_weights", "returned an undeclared layout from", found)
     try:
         device = permuted.device
     except (StopIteration, AttributeError, TypeError):
-        raise _backend_error(selection, "permute_weights", "returned no tensors from", shown(permuted)) from None
+        raise backend_error(selection, "permute_weights", "returned no tensors from", shown(permuted)) from None
     if device != weights.w13.device:
         found = f"{device}, and the weights are on {weights.w13.device}"
-        raise _backend_error(selection, "permute_weights", "returned tensors of another device from", found)
+        raise backend_error(selection, "permute_weights", "returned tensors of another device from", found)
     return permuted
 
 
@@ -95,11 +95,11 @@ def device_types(selection: Selection, experts: Experts | type[Experts]) -> tupl
     except BaseException as error:
         raise_named(selection, "device_types", error)
     if not isinstance(found, (tuple, list)) or not found or not all(isinstance(name, str) for name in found):
-        raise _backend_error(selection, "device_types", "returned no tuple of names of devices from", shown(found))
+        raise backend_error(selection, "device_types", "returned no tuple of names of devices from", shown(found))
     for name in found:
         # The device of the platform itself may need an extension of torch, and its error says so.
         if name != platform.device_type and not is_device_type(name):
-            raise _backend_error(selection, "device_types", "named a device that torch does not know in", shown(name))
+            raise backend_error(selection, "device_types", "named a device that torch does not know in", shown(name))
     return tuple(map(str.__str__, found))
 
 
@@ -127,15 +127,10 @@ def saved_shapes(selection: Selection, experts: Experts, num_tokens: int, most_b
         raise_named(selection, "saved_shapes", error)
     if num_bytes > most_bytes:
         found = f"{num_bytes} bytes for {num_tokens} tokens, and there is room for {most_bytes}"
-        raise _backend_error(
+        raise backend_error(
             selection, "saved_shapes", "wants to keep more than the rows before the activation in", found
         )
     return shapes
-
-
-def raise_copied(selection: Selection) -> NoReturn:
-    """Raises for a class that copies weights which it is to read or train in place."""
-    raise _backend_error(selection, "permute_weights", "copied weights that are read in place in", "other memory")
 
 
 def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int, step: str = "apply") -> Shapes:
@@ -151,16 +146,16 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int, st
         except TypeError:
             pass
         else:
-            if min((*first, *second, 0)) == 0 and max(map(_extent, (first, second))) <= _MOST_ELEMENTS:
+            # Of empty tensors too: torch refuses an oversized dimension even next to a zero.
+            extents = [math.prod(max(size, 1) for size in shape) for shape in (first, second)]
+            if min((*first, *second, 0)) == 0 and max(extents) <= _MOST_ELEMENTS:
                 return first, second
-    raise _backend_error(selection, method, "returned no two shapes from", shown(shapes))
+    raise backend_error(selection, method, "returned no two shapes from", shown(shapes))
 
 
 def lacking_workspaces(selection: Selection, shapes: Sequence[tuple[int, ...]], error: BaseException) -> BaseException:
     """Names the backend and its shapes in an out-of-memory error for workspaces: a shape may be absurd."""
-    winner = selection.winner
-    if winner is None:
-        return error
+    winner = selection.chosen
     return _lacking(
         error,
         f"backend {winner.backend!r} of {winner.provider} asked for workspaces {shapes[0]} and {shapes[1]}: if that is "
@@ -170,14 +165,11 @@ def lacking_workspaces(selection: Selection, shapes: Sequence[tuple[int, ...]], 
 
 def _lacking_copy(selection: Selection, weights: ExpertWeights, error: BaseException) -> BaseException:
     """Names the backend in an out-of-memory error for permuted weights, which are about one more copy."""
-    winner = selection.winner
-    if winner is None:
-        return error
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values())
+    winner = selection.chosen
     return _lacking(
         error,
-        f"backend {winner.backend!r} of {winner.provider} was permuting {num_bytes / 2**30:.1f} GiB of weights and "
-        f"needs about that much again: free memory, load fewer layers before it, or do without it (--deny "
+        f"backend {winner.backend!r} of {winner.provider} was permuting {weights.num_bytes / 2**30:.1f} GiB of weights "
+        f"and needs about that much again: free memory, load fewer layers before it, or do without it (--deny "
         f"{winner.backend}){_instead(selection)}",
     )
 
@@ -197,11 +189,6 @@ def _instead(selection: Selection) -> str:
     return f"; {selection.instead} would do instead" if selection.instead else ""
 
 
-def _extent(shape: tuple[int, ...]) -> int:
-    # For empty tensors too: torch refuses an oversized dimension even next to a zero.
-    return math.prod(max(size, 1) for size in shape)
-
-
 def raise_named(selection: Selection, step: str, error: BaseException) -> NoReturn:
     """Raises an error as `named` wraps it."""
     raise named(selection, step, error)
@@ -216,14 +203,14 @@ def named(selection: Selection, step: str, error: BaseException) -> BaseExceptio
     is_told = isinstance(error, MoeregError) and not isinstance(error, (ArgumentError, RegistrationError))
     if is_told or is_lack_of_memory(error) or stops_the_process(error):
         return error
-    found = _backend_error(selection, step, "raised in", described(error))
+    found = backend_error(selection, step, "raised in", described(error))
     found.__cause__ = error
     return found
 
 
-def _backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:
-    winner = selection.winner
-    assert winner is not None
+def backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:
+    """The error about a fault of the chosen backend in a step, and what was found there."""
+    winner = selection.chosen
     name, origin = winner.backend, winner.origin
     return BackendError(
         f"backend {name!r} of {origin} {fault} {winner.experts}.{step}: {found}; do without it (--deny {name}, or "

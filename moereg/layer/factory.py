@@ -225,10 +225,9 @@ def _build(
 
     def make() -> MoEKernel:
         ranges = make_ranges(selection)
-        winner, experts = ranges[-1].selection.winner, ranges[-1].experts
-        assert winner is not None
-        reader = OneExpert(ranges[-1].selection, winner, weights)
-        permuted = backend_calls.permute(ranges[-1].selection, experts, weights).with_reader(reader)
+        own = ranges[-1].selection
+        permuted = backend_calls.permute(own, ranges[-1].experts, weights)
+        permuted = dataclasses.replace(permuted, reader=OneExpert(own, own.chosen, weights))
         borrowed = permuted.shared_with(weights)
         if own_weights:
             with plain_torch(), torch.inference_mode(False):

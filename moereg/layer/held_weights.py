@@ -151,7 +151,8 @@ class HeldWeights:
         `source` returns canonical tensors by name, which it has checked, and must not hold them itself.
         """
         if not self._is_canonical:
-            backend_calls.raise_copied(self._ranges[-1].selection)
+            fault = "copied weights that are read in place in"
+            raise backend_calls.backend_error(self._ranges[-1].selection, "permute_weights", fault, "other memory")
         if not self.is_borrowed:
             held = {name: self.permuted[name] for name in self.permuted.per_expert}
             self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in held.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+import dataclasses
 from collections.abc import Iterable, Mapping
 from threading import get_ident
 from typing import Any, NoReturn
@@ -13,12 +13,13 @@ import torch
 from moereg.arguments import check_count, check_instance
 from moereg.dispatch import Selection
 from moereg.errors import ArgumentError, GradientError, PicklingError
+from moereg.experts import Gradients, SavedShapes
+from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values, ids_in_32_bits
 from moereg.layer.held_weights import HeldWeights
 from moereg.layer.move_experts import move_experts
 from moereg.layer.ranges import RangedExperts, RangeExperts, Reads
-from moereg.layer.train_op import CallTensors, joined, run_training, trains, wants_gradient
-from moereg.layer.training_calls import TrainingCalls
+from moereg.layer.train_op import CallTensors, cut_saved, joined, run_training, trains, wants_gradient
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -82,6 +83,8 @@ class MoEKernel:
                 f"gradients require experts that no group shares, got {prepare_finalize.name!r} with gradients of "
                 f"{', '.join(sorted(problem.gradients))}; make the kernel without a group"
             )
+        # Of each step of training: the last number of tokens, with its shapes.
+        self._training: dict[str, tuple[int, tuple[backend_calls.Shapes, SavedShapes]]] = {}
         self._handle = new_handle(self)
 
     def __call__(
@@ -139,7 +142,8 @@ class MoEKernel:
             return joined(found if out is None else out.copy_(found), *followed)
         if out is None:
             out = torch.empty_like(hidden_states)
-        if self.prepare_finalize.communicates or hidden_states.shape[0]:
+        # Other ranks wait for each call of this one.
+        if isinstance(self.prepare_finalize, GroupPrepareFinalize) or hidden_states.shape[0]:
             if torch.compiler.is_compiling():
                 run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
             else:
@@ -315,10 +319,6 @@ class MoEKernel:
         finally:
             self.held.in_turn.end(thread)
 
-    @functools.cached_property
-    def _training(self) -> TrainingCalls:
-        return TrainingCalls(self.problem, self.ranged, self.prepare_finalize, self.held.in_turn)
-
     def training_kernel(self) -> MoEKernel:
         """Itself, for the op by which layers train."""
         return self
@@ -335,7 +335,8 @@ class MoEKernel:
         if len(out) and saved.numel():
             if self.checks_values:
                 check_values(self.problem, self._device, tokens.topk_weights, tokens.topk_ids, self.expert_map)
-            self._training.forward(tokens, self._reads(tensors), saved, out)
+            self.ranged.count(len(out))
+            self._train("apply_saving", tokens, tensors, saved, out=out)
         elif len(out):
             self.check_and_run(*tokens, out, True, self._reads(tensors))
         return out
@@ -355,7 +356,46 @@ class MoEKernel:
             grad_out: [T,H] in the problem's dtype, contiguous.
             saved, tokens, tensors: As in that call.
         """
-        self._training.backward(tokens, self._reads(tensors), saved, gradients, grad_out)
+        if len(grad_out):
+            targets: dict[str, Any] = {**gradients}
+            grads = Gradients(**targets)
+            self._train("apply_backward", tokens, tensors, saved, grads=grads, grad_out=grad_out)
+            return
+        for tensor in gradients.values():
+            tensor.zero_()
+
+    def _train(self, step: str, tokens: Tokens, tensors: CallTensors, saved: torch.Tensor, **others: Any) -> None:
+        """Runs a step of training of the experts, `apply_saving` or `apply_backward`, on at least one token."""
+        thread, num_tokens, reads = get_ident(), len(tokens.hidden_states), self._reads(tensors)
+        served = self.ranged.range_of(num_tokens)
+        selection, experts = served.selection, served.experts
+        try:
+            self.held.in_turn.begin(thread)
+            with plain_torch():
+                known, shapes = self._training.get(step, (0, None))
+                if shapes is None or known != num_tokens:
+                    shapes = (
+                        backend_calls.workspace_shapes(selection, experts, num_tokens, step),
+                        backend_calls.saved_shapes(selection, experts, num_tokens, saved.numel()),
+                    )
+                    self._training[step] = num_tokens, shapes
+                workspace13, workspace2 = self.ranged.scratch(served, shapes[0])
+                topk_ids = ids_in_32_bits(tokens.topk_ids, self.problem)
+                rows = tokens.hidden_states, tokens.topk_weights, topk_ids
+                inputs = self.prepare_finalize.prepare(*rows, self.problem, reads.expert_map).inputs
+                others |= {
+                    "saved": cut_saved(saved, shapes[1]),
+                    "inputs": dataclasses.replace(inputs, adapters=reads.adapters),
+                    "weights": reads.weights,
+                    "workspace13": workspace13,
+                    "workspace2": workspace2,
+                }
+                try:
+                    getattr(experts, step)(**others)
+                except BaseException as error:
+                    backend_calls.raise_named(selection, step, error)
+        finally:
+            self.held.in_turn.end(thread)
 
     def _reads(self, tensors: CallTensors) -> Reads:
         """Operands of a call that was given its layer's tensors."""

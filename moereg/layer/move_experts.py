@@ -198,12 +198,9 @@ def _exchange(
 ) -> Iterator[torch.Tensor]:
     """Exchanges one tensor of each moving expert, as bytes: torch.distributed may not support the dtype."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    out_rows, sent_rows = [0] * group.size, [0] * group.size
-    for move in moves:
-        if move.target_rank == group.rank:
-            out_rows[move.source_rank] += 1
-        if move.source_rank == group.rank:
-            sent_rows[move.target_rank] += 1
+    mine, theirs = _of_rank(group, moves)
+    out_rows = [sum(move.source_rank == rank for move in theirs) for rank in range(group.size)]
+    sent_rows = [sum(move.target_rank == rank for move in mine) for rank in range(group.size)]
     leaving = torch.empty((len(sent), num_bytes), dtype=torch.uint8, device=device)
     for row, tensor in zip(leaving, sent, strict=True):
         row.copy_(_as_bytes(tensor))

@@ -34,12 +34,6 @@ _OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
 """Problem fields that may differ between ranks."""
 
 
-_UNLIKE: Final = (
-    "ranks of a group must choose alike, and by their measured times would run {}: all of them choose without measured "
-    "times; give every rank the same pack (MOEREG_TUNING)"
-)
-
-
 class LayerArguments(NamedTuple):
     """Arguments of `make_kernel` that go with the group, by name."""
 
@@ -105,7 +99,11 @@ def plan_layer(
     try:
         differing = differences([fields for fields, _ in known])
         if differing and any(digests):
-            warnings.warn(_UNLIKE.format(differing[0]), RanksMeasuredWarning, stacklevel=2)
+            text = (
+                f"ranks of a group must choose alike, and by their measured times would run {differing[0]}: all of "
+                "them choose without measured times; give every rank the same pack (MOEREG_TUNING)"
+            )
+            warnings.warn(text, RanksMeasuredWarning, stacklevel=2)
             notice = "the measured times are not used: by theirs, ranks of the group would choose differently"
             selection = unmeasured(plan.selection)
             selection = dataclasses.replace(selection, notices=(*selection.notices, notice))

@@ -31,8 +31,6 @@ from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["MoELayer"]
-
 
 class MoELayer(CanonicalModule):
     """The routed experts of one layer as a module, optionally with their router.
@@ -365,7 +363,8 @@ class MoELayer(CanonicalModule):
                 be freed and the kernel's layout cannot be read back.
         """
         was_prepared, self._is_prepared = self._is_prepared, True
-        if selection is None and (was_prepared or not self._reads_in_place):
+        reads_in_place = self._kernel is not None and self._kernel.held.is_borrowed
+        if selection is None and (was_prepared or not reads_in_place):
             followed = self._followed(refresh)
             # The first call may have made the best one, for want of any that reads in place.
             if followed is not None and (was_prepared or followed.selection.backend == self._selected().backend):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -54,8 +53,7 @@ class CanonicalModule(torch.nn.Module):
         if self._is_freed:
             assert self._kernel is not None
             return read_all(self._kernel.weights)
-        tensors = {name: self._parameters.get(name) for name in TENSOR_ROLES}
-        held = {name: value.detach() for name, value in tensors.items() if value is not None}
+        held = {name: value.detach() for name, value in self._held.items()}
         return ExpertWeights.unchecked(held, self.problem.quant)
 
     def _checked_weights(self) -> ExpertWeights:
@@ -101,10 +99,6 @@ class CanonicalModule(torch.nn.Module):
         return self._held if self.problem.quant.weight is None and not self._is_copied else {}
 
     @property
-    def _reads_in_place(self) -> bool:
-        return self._kernel is not None and self._kernel.held.is_borrowed
-
-    @property
     def _is_copied(self) -> bool:
         # Training them raises and says so.
         return "weights" not in self.problem.gradients and not all(one.is_contiguous() for one in self._held.values())
@@ -133,7 +127,7 @@ class CanonicalModule(torch.nn.Module):
             self._set(name, None)
 
     def _state(self, checks: bool = False) -> tuple[TensorState, ...]:
-        state = states_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
+        state = states_of(self._held.values())
         if checks and self._seen is not None:
             check_counted(self._seen, state, "call layer.refresh() after such writes")
         return state
@@ -380,11 +374,8 @@ def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tens
     for row in rows:
         dtype = problem.torch_dtype if row.dtype is None else row.dtype
         if row.required:
-            # 8-bit floats as bytes, since torch cannot always fill them.
-            tensor = torch.zeros(math.prod(row.shapes[0]) * dtype.itemsize, dtype=torch.uint8, device=device)
-            tensors[row.name] = tensor.view(dtype).view(row.shapes[0])
-            if row.role == "activation_scale":
-                tensors[row.name].fill_(1.0)
+            make = torch.ones if row.role == "activation_scale" else torch.zeros
+            tensors[row.name] = make(row.shapes[0], dtype=dtype, device=device)
     return tensors
 
 

@@ -33,8 +33,6 @@ class PrepareFinalize(abc.ABC):
 
     name: ClassVar[str]
     activation_format: ClassVar[str]
-    communicates: ClassVar[bool] = False
-    """Whether tokens come from other ranks: then no call may be skipped, and `finalize` always follows."""
 
     @abc.abstractmethod
     def prepare(

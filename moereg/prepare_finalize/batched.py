@@ -8,7 +8,7 @@ import os
 from typing import Final
 
 import torch
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
 
 from moereg.errors import ArgumentError
 from moereg.experts import ExpertInputs
@@ -97,7 +97,8 @@ def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype |
 
 _RULE: Final = PlatformRule("cuda:sm80+")
 _FLOAT8_RULE: Final = PlatformRule("cuda:sm89+")
-_TRITON: Final = Version("3.6")
+_TRITON: Final = SpecifierSet(">=3.6")
+"""The versions that the `triton` backend takes."""
 
 
 def runs_kernels(platform: Platform) -> bool:
@@ -119,10 +120,6 @@ def _device_runs_kernels(device_type: str, is_float8: bool = False) -> bool:
     if device_type != "cuda":
         return False
     platform = probe_platform()
-    try:
-        # The oldest version that the `triton` backend takes; 0 where there is none.
-        has_triton = Version(platform.versions.get("triton", "0")) >= _TRITON
-    except InvalidVersion:
-        has_triton = False
+    has_triton = _TRITON.contains(platform.versions.get("triton", "0"), prereleases=True)
     # Triton converts to 8-bit floats only where the hardware does.
     return has_triton and runs_kernels(platform) and (not is_float8 or _FLOAT8_RULE.matches(platform))

@@ -34,13 +34,6 @@ class _Placed(Moved):
     counts: torch.Tensor
 
 
-class _Piece(NamedTuple):
-    begin: int
-    end: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class _Rooms(NamedTuple):
     """Views of one byte buffer: what travels to or from each rank.
 
@@ -96,8 +89,8 @@ class LowLatency(GroupPrepareFinalize):
         inputs = ExpertInputs(hidden, topk_weights, topk_ids, num_rows, expert_map)
         return _Placed(inputs, self.group.size * self._room, home_row=home_row, counts=counts)
 
-    def _layout(self) -> tuple[list[_Piece], int]:
-        """Layout of the bytes for each rank: counts of its rooms, then their rows, column by column."""
+    def _layout(self) -> tuple[list[tuple[slice, tuple[int, ...], torch.dtype]], int]:
+        """Layout of the bytes for each rank: counts of its rooms, then their rows, column by column; and its size."""
         rows, wire = self._most_experts * self._room, self.wire
         kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((self._most_experts,), torch.int32)]
         kinds += [((rows, width // kind.itemsize), kind) for width, kind in zip(wire.widths, wire.dtypes, strict=True)]
@@ -106,13 +99,13 @@ class LowLatency(GroupPrepareFinalize):
         pieces, share = [], 0
         for shape, kind in kinds:
             end = share + math.prod(shape) * kind.itemsize
-            pieces.append(_Piece(share, end, shape, kind))
+            pieces.append((slice(share, end), shape, kind))
             # Kernels read 16 bytes at once.
             share = round_up(end, ALIGNMENT)
         return pieces, share
 
     def _rooms(self, buffer: torch.Tensor) -> _Rooms:
-        views = [buffer[:, begin:end].view(kind).unflatten(1, shape) for begin, end, shape, kind in self._layout()[0]]
+        views = [buffer[:, where].view(kind).unflatten(1, shape) for where, shape, kind in self._layout()[0]]
         weights = views.pop() if self.problem.apply_router_weight_on_input else None
         return _Rooms(views[0], tuple(views[1:]), weights)
 

@@ -68,7 +68,6 @@ class GroupPrepareFinalize(PrepareFinalize):
     layer_number: int = 0
     has_met: bool = False
     facts: ClassVar[DispatcherFacts] = DispatcherFacts()
-    communicates: ClassVar[bool] = True
 
     def __init__(
         self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire

@@ -44,11 +44,6 @@ class Wire(abc.ABC):
         """Whether Triton kernels move tokens like these, or torch does; raises as `batched.calls_kernels`."""
         return calls_kernels(self.in_triton, tensor.device.type, self.dtypes[0] if len(self.dtypes) > 1 else None)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a hidden state with its scales."""
-        return sum(self.widths)
-
     @abc.abstractmethod
     def encode(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Encodes [T,H] as [T, width] uint8 columns."""
@@ -108,17 +103,12 @@ class CodedWire(Wire):
         assert fmt is not None
         assert wire_scheme(scheme, problem) is not None
         self._scheme, self._hidden_size, self._dtype = scheme, problem.hidden_size, problem.torch_dtype
-        self._code_dtype = fmt.storage_dtype
-        self._scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
-        self._num_scales = 1 if fmt.group[1] == WHOLE else -(-problem.hidden_size // fmt.group[1])
         self._keeps_codes = keeps_codes
         self.name = f"{fmt.dtype} with {fmt.scale_dtype} scales"
-        self.widths = (
-            problem.hidden_size * self._code_dtype.itemsize,
-            self._num_scales * self._scale_dtype.itemsize,
-        )
-        self.dtypes = (self._code_dtype, self._scale_dtype)
         self.group = 0 if fmt.group[1] == WHOLE else fmt.group[1]
+        self.dtypes = code_dtype, scale_dtype = fmt.storage_dtype, getattr(torch, fmt.scale_dtype)
+        num_scales = -(-problem.hidden_size // self.group) if self.group else 1
+        self.widths = (problem.hidden_size * code_dtype.itemsize, num_scales * scale_dtype.itemsize)
 
     def encode(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from moereg.quantize import quantize_activations  # Loads torch, which choosing does without.
@@ -135,7 +125,7 @@ class CodedWire(Wire):
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
         from moereg.quantize import Quantized, dequantize_activations
 
-        codes, scales = columns[0].view(self._code_dtype), columns[1].view(self._scale_dtype)
+        codes, scales = (column.view(dtype) for column, dtype in zip(columns, self.dtypes, strict=True))
         if self._keeps_codes:
             return Received(codes, scales)
         if codes.shape[0] == 0:
@@ -169,11 +159,11 @@ class CodedWire(Wire):
         assert fmt is not None
         element = element_of(fmt)
         return RowFormat(
-            dtype=self._code_dtype,
+            dtype=self.dtypes[0],
             min_code=element.min_value,
             max_code=element.max_value,
             group=self.group,
-            e8m0=self._scale_dtype == torch.float8_e8m0fnu,
+            e8m0=self.dtypes[1] == torch.float8_e8m0fnu,
         )
 
 

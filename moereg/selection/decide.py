@@ -265,7 +265,8 @@ def judge_cell(
         "origin": cell.origin,
         "origin_version": cell.origin_version,
         "reasons": tuple(reasons),
-        "assumes": assumptions(cell, platform),
+        # Requirements are assumed to be met on a named platform.
+        "assumes": () if platform.probed else (*cell.requires, *map(_probe_name, cell.probes)),
     }
 
 
@@ -376,11 +377,6 @@ def requirement_reasons(
         if rule is not None and is_asked and cell.probes:
             reasons.extend(reason for probe in cell.probes if (reason := ask_probe(probe, platform)))
     return reasons
-
-
-def assumptions(cell: Cell, platform: Platform) -> tuple[str, ...]:
-    """Requirements that are assumed to be met on a named platform."""
-    return () if platform.probed else (*cell.requires, *map(_probe_name, cell.probes))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -41,15 +41,8 @@ class DispatcherDecision(Verdict):
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        return {
-            "dispatcher": self.name,
-            "activation_format": self.activation_format,
-            "rule": self.rule,
-            "accepted": self.accepted,
-            "priority": self.priority,
-            "predicted": self.predicted,
-            **self.shared_fields(),
-        }
+        own = ("activation_format", "rule", "accepted", "priority", "predicted")
+        return {"dispatcher": self.name, **{name: getattr(self, name) for name in own}, **self.shared_fields()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,6 +109,12 @@ class Choice(Generic[V]):
         """The chosen candidate, or None if nothing fits."""
         return self.decisions[0] if self.decisions and self.decisions[0].accepted else None
 
+    @property
+    def chosen(self) -> V:
+        """The winner of a selection that has one."""
+        assert self.winner is not None
+        return self.winner
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         raise NotImplementedError
@@ -145,17 +151,8 @@ class Decision(Verdict):
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` shows it."""
-        return {
-            "backend": self.backend,
-            "experts": self.experts,
-            "rule": self.rule,
-            "computes": self.computes,
-            "accepted": self.accepted,
-            "priority": self.priority,
-            "tier": self.tier,
-            "evidence": self.evidence,
-            **self.shared_fields(),
-        }
+        own = ("backend", "experts", "rule", "computes", "accepted", "priority", "tier", "evidence")
+        return {**{name: getattr(self, name) for name in own}, **self.shared_fields()}
 
 
 class _Decision(msgspec.Struct):

@@ -8,12 +8,10 @@ from typing import Any, Final
 
 import torch
 
-from moereg.arguments import check_count, check_flag, check_mapping, check_one_of
+from moereg.arguments import check_count, check_flag, check_one_of
 from moereg.errors import ArgumentError, shown
 from moereg.spec.activations import ACTIVATIONS, Activation
-from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
-
-__all__ = ["ACTIVATION_FORMATS", "DTYPES", "GRADIENTS", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme, known_fields
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
@@ -217,13 +215,10 @@ class MoEProblem:
         Raises:
             ArgumentError: A field is missing, unknown, or invalid for the constructor.
         """
-        keywords = dict(check_mapping("a problem", values))
+        keywords = known_fields(cls, "a problem", values)
         for name in _REQUIRED:
             if name not in keywords:
                 raise ArgumentError(f"{name} is required, got an object with {shown(sorted(keywords))}")
-        known = tuple(field.name for field in dataclasses.fields(cls))
-        for name in keywords:
-            check_one_of("field of a problem", name, known)
         if isinstance(quant := keywords.get("quant"), Mapping):
             keywords["quant"] = QuantScheme.from_dict(quant)
         return cls(**keywords)

@@ -82,7 +82,7 @@ class QuantFormat:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantFormat:
         """Inverse of `dataclasses.asdict`, also of JSON's list for the group; errors are as in the constructor."""
-        keywords = dict(_known_fields(cls, "a QuantFormat", values, required=("dtype", "group")))
+        keywords = known_fields(cls, "a QuantFormat", values, required=("dtype", "group"))
         if isinstance(keywords["group"], list):
             keywords["group"] = tuple(keywords["group"])
         return cls(**keywords)
@@ -132,16 +132,15 @@ def _is_extent(extent: object) -> bool:
     return isinstance(extent, int) and not isinstance(extent, bool) and (1 <= extent < 2**63 or extent == WHOLE)
 
 
-def _known_fields(
-    kind: type[QuantFormat] | type[QuantScheme], name: str, values: Mapping[str, Any], required: tuple[str, ...]
-) -> Mapping[str, Any]:
+def known_fields(kind: Any, name: str, values: Mapping[str, Any], required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A dataclass's fields out of JSON that others may have written; it has the required ones, and no other's."""
     known = tuple(field.name for field in dataclasses.fields(kind))
     for field in check_mapping(name, values):
         check_one_of(f"field of {name}", field, known)
     for field in required:
         if field not in values:
             raise ArgumentError(f"{field} of {name} is required, got an object with {shown(sorted(values))}")
-    return values
+    return dict(values)
 
 
 MATRICES: Final = ("w13", "w2")
@@ -218,7 +217,7 @@ class QuantScheme:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantScheme:
         """Inverse of `dataclasses.asdict`; errors are as in the constructor."""
-        keywords = dict(_known_fields(cls, "a QuantScheme", values, required=("name",)))
+        keywords = known_fields(cls, "a QuantScheme", values, required=("name",))
         for side in ("weight", "activation"):
             if keywords.get(side) is not None:
                 keywords[side] = within(side, QuantFormat.from_dict, keywords[side])

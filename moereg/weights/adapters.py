@@ -15,8 +15,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES
 from moereg.weights.expert_weights import ExpertWeights
 
-__all__ = ["ADAPTER_TENSORS", "ExpertAdapters"]
-
 ADAPTER_TENSORS: Final = ("w13_a", "w13_b", "w2_a", "w2_b")
 """Names of the tensors, as in `ExpertAdapters`."""
 

@@ -13,11 +13,6 @@ _E8M0_NAN: Final = 255
 _WIDE_RANGE: Final = 2.0**100
 
 
-def group_rows(group: tuple[int, int], rows: int) -> int:
-    """Rows of one group in a matrix of `rows` rows."""
-    return rows if group[0] == WHOLE else group[0]
-
-
 def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The minimum and maximum of 0 and each group of x [..., R, K].
 

@@ -161,10 +161,6 @@ class PermutedWeights:
 
         return dataclasses.replace(self, per_expert=of(self.per_expert), shared=of(self.shared))
 
-    def with_reader(self, reader: CanonicalReader) -> PermutedWeights:
-        """The same tensors, whose experts `reader` can read back."""
-        return dataclasses.replace(self, reader=reader)
-
     def write_expert(self, expert: int, other: PermutedWeights) -> None:
         """Writes the only expert of other weights into this one's storage; opaque tensors are replaced.
 

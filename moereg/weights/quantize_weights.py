@@ -12,7 +12,7 @@ from moereg.errors import ArgumentError
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.formats import Quantized, element_of, restore, spread_zero_points, total_scale
-from moereg.weights.groups import choose_scale, global_scale, group_extrema, group_rows
+from moereg.weights.groups import choose_scale, global_scale, group_extrema
 from moereg.weights.permuted import ExpertWeights
 
 # In fp32. Besides input and output this needs only ten temporaries of this size, which stay in cache.
@@ -171,7 +171,7 @@ def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: sli
 
 def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
     """Slices of a matrix's rows, each of at most `BLOCK_BYTES` in fp32 or one row of groups, in whole groups."""
-    group = group_rows(fmt.group, rows) if fmt.group != (WHOLE, WHOLE) else 1
+    group = 1 if fmt.group == (WHOLE, WHOLE) else rows if fmt.group[0] == WHOLE else fmt.group[0]
     step = max(1, BLOCK_BYTES // (4 * columns * group)) * group
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -224,27 +224,18 @@ def _quantize_rows(
 
 
 def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
-    num_rows = matrix.q.shape[0]
-    spans_rows = fmt.group[0] == WHOLE
-    group = group_rows(fmt.group, num_rows)
-    groups = slice(rows.start // group, -(-rows.stop // group))
+    num_rows, scale, zero_point = len(matrix.q), matrix.scale, matrix.zero_point
     if fmt.group == (WHOLE, WHOLE):
-        scale = _of_rows(matrix.scale, num_rows, rows)
-        assert scale is not None
-    else:
-        scale = matrix.scale if spans_rows else matrix.scale[groups]
-    zero_point = matrix.zero_point
-    if zero_point is not None and not spans_rows:
-        zero_point = zero_point[groups]
+        scale = _for_rows(scale[None], num_rows)[0, rows]
+    elif fmt.group[0] != WHOLE:
+        groups = slice(rows.start // fmt.group[0], -(-rows.stop // fmt.group[0]))
+        scale, zero_point = scale[groups], None if zero_point is None else zero_point[groups]
     return Quantized(matrix.q[rows], scale, _of_rows(matrix.scale_2, num_rows, rows), zero_point)
 
 
 def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
     """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
-    if value is None:
-        return None
-    value = value.reshape(-1)
-    return value.repeat_interleave(num_rows // len(value))[rows].unsqueeze(1)
+    return None if value is None else _for_rows(value[None], num_rows)[0, rows]
 
 
 def _for_rows(value: torch.Tensor, rows: int) -> torch.Tensor:

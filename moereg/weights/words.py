@@ -11,8 +11,6 @@ import torch
 
 from moereg.weights.elements import pack_nibbles, unpack_nibbles
 
-__all__ = ["awq_codes", "awq_zero_points", "gptq_codes", "repacked_zero_points", "word_bytes"]
-
 # Row of each nibble in an AWQ word of eight neighboring rows, lowest nibble first.
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 

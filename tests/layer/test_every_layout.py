@@ -87,7 +87,7 @@ def permuted_everywhere(
         if permuted.layout not in layouts:
             layouts.add(permuted.layout)
             one = OneExpert(chosen, decision, weights)
-            yield Permuted(one, permuted.with_reader(one), again)
+            yield Permuted(one, dataclasses.replace(permuted, reader=one), again)
 
 
 def all_same(one: PermutedWeights, other: PermutedWeights) -> bool:

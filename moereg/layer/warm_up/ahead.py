@@ -74,8 +74,7 @@ def compile_ahead(
         jobs: Parallel compilers; None means as many as cores and memory allow.
     """
     start = time.monotonic()
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     platform = selection.platform
     if importlib.util.find_spec("triton") is None:
         raise ArgumentError(f"compiling for {platform} needs Triton here; pip install triton")
@@ -118,8 +117,7 @@ def ask(
     `has_map` says that calls have an expert map, `weights` is the result of `described`, or None for all that a
     checkpoint may hold, and `shared_bytes` the most shared memory of a program on a device that is present.
     """
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     request = {
         "modules": own_modules(winner.backend),
         "selection": selection.to_dict(),

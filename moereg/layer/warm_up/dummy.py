@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ from moereg.experts import ExpertInputs, Experts
 from moereg.platforms import Platform
 from moereg.prepare_finalize import BatchedPrepareFinalize
 from moereg.prepare_finalize.batched import runs_kernels
+from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
 from moereg.weights.expert_weights import ExpertWeights
 from moereg.weights.permuted import PermutedWeights
@@ -23,15 +24,6 @@ MOVING_KERNELS: Final = (
 )
 """How the names begin of kernels that lay out tokens in the batched format and add up what comes back."""
 
-Take = Callable[[tuple[tuple[int, ...], ...], torch.dtype, torch.device], tuple[torch.Tensor, ...]]
-"""Makes tensors of some shapes, a dtype and a device, with undefined contents."""
-
-
-def _take_new(
-    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
-
 
 @dataclasses.dataclass(frozen=True)
 class DummyLayer:
@@ -39,14 +31,12 @@ class DummyLayer:
 
     Attributes:
         weights: Theirs, or tensors of the same sizes without memory.
-        take: Allocates scratch memory.
         moves: Lays out tokens in the batched format if that launches kernels too; None makes rows of zeros.
     """
 
     experts: Experts
     weights: PermutedWeights
     expert_map: torch.Tensor | None = None
-    take: Take = _take_new
     moves: BatchedPrepareFinalize | None = None
 
     def call(self, num_tokens: int) -> None:
@@ -83,7 +73,8 @@ class DummyLayer:
             "per_expert": (problem.num_local_experts, num_tokens, width),
         }[form]
         shapes = self.experts.workspace_shapes(problem=problem, num_tokens=num_tokens)
-        workspace13, workspace2, expert_out = self.take((*shapes, out), problem.torch_dtype, self.weights.device)
+        device = self.weights.device
+        workspace13, workspace2, expert_out = WORKSPACES.take((*shapes, out), problem.torch_dtype, device)
         expert_out = expert_out.view(dtype)
         self.experts.apply(
             out=expert_out, inputs=inputs, weights=self.weights, workspace13=workspace13, workspace2=workspace2

@@ -23,7 +23,6 @@ from moereg.layer.warm_up.shipped import check_shipped, check_writable
 from moereg.prepare_finalize import BatchedPrepareFinalize, PrepareFinalize
 from moereg.runtime.progress import logger
 from moereg.runtime.torch_state import plain_torch
-from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Selection
 from moereg.weights.permuted import PermutedWeights
 
@@ -49,8 +48,7 @@ def warm_up(
     All ranges read `weights`; `moves` lays out tokens on this rank and may launch kernels for that.
     """
     selection, is_asked = ranges[-1].selection, token_counts is not None
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     counts = check_token_counts(token_counts, selection.problem.max_num_tokens)
     if jobs is not None:
         check_count("jobs", jobs)
@@ -73,8 +71,7 @@ def _warm_up_range(
     """Warms up one range for its numbers of tokens, ascending; `is_asked` if the caller named them."""
     start = time.monotonic()
     selection, experts = served.selection, served.experts
-    winner = selection.winner
-    assert winner is not None
+    winner = selection.chosen
     device = weights.device
     if device.type in _HOSTS:
         note = f"backend {winner.backend!r} compiles nothing on {device.type}"
@@ -88,7 +85,7 @@ def _warm_up_range(
     else:
         to_run = counts if is_asked else _powers_of_two(counts[0], counts[-1])
     batches = moves if isinstance(moves, BatchedPrepareFinalize) else None
-    layer = DummyLayer(experts, weights, expert_map, WORKSPACES.take, batches)
+    layer = DummyLayer(experts, weights, expert_map, batches)
     num_compiled = _run(selection, layer, to_run, counts_compilations=found.fault is None)
     notes = found.notes
     if found.fault is not None:

@@ -18,9 +18,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, Final
 
+import filelock
 import torch
 
 from moereg.errors import ArgumentError, MoeregError, described
@@ -86,7 +86,10 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         return {"fault": "it launches no Triton kernels"}
     # Reads Triton's own files, once for all forks.
     facts = cache.compiler_facts(target)
-    with _locked(cache.cache_folder()):
+    with contextlib.ExitStack() as stack:
+        # One process at a time, so that an engine's other ranks find its kernels. A read-only folder may be complete.
+        with contextlib.suppress(OSError):
+            stack.enter_context(filelock.FileLock(cache.cache_folder() / "moereg_compiling.lock"))
         kernels, notes = _compile(target, variants, request["jobs"], tell)
     return {"kernels": kernels, "counts": counts, "fault": None, "notes": notes, "facts": facts}
 
@@ -170,21 +173,6 @@ def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> 
         tell({"total": len(variants), "done": len(kernels), "compiled": num_compiled})
     host.close()
     return kernels, lacks[:1]
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process at a time compile into a folder, so that an engine's other ranks find its kernels."""
-    try:
-        import fcntl
-
-        lock = (folder / "moereg_compiling.lock").open("w")
-    except (ImportError, OSError):  # A read-only folder may still be complete.
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Iterator[tuple[int, Any]]:
