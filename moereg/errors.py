@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
 import signal
 import threading
@@ -223,16 +224,28 @@ def index_ranges(indices: Iterable[int]) -> list[str]:
     return ["-".join(map(str, bounds)) for bounds in ranges]
 
 
-def described(error: BaseException) -> str:
+def described(error: BaseException, package: str = "") -> str:
     """Type and message of a foreign error, as one line; never raises.
 
     Uses only the message's first paragraph, which says what is wrong; later ones give advice.
+
+    Args:
+        error: Any.
+        package: The package or file whose last line on the error's way is named too.
     """
     try:
-        text = one_line(str(error).strip().partition("\n\n")[0])
+        text = str(error).strip()
+        source, caret, cause = text.rpartition("^\n")
+        # A compiler shows the source, and says below it what is wrong there.
+        text = one_line(f"{source.partition(chr(10))[0]} {cause}" if caret else text.partition("\n\n")[0])
     except Exception:
         text = "a message that cannot be shown"
-    return f"{type(error).__name__}: {text or 'no message'}"
+    place = ""
+    for each in (error, error.__cause__):
+        for frame, line in traceback.walk_tb(None if each is None else each.__traceback__):
+            if package and str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+                place = f" ({os.path.basename(frame.f_code.co_filename)}:{line})"
+    return f"{type(error).__name__}: {text or 'no message'}{place}"
 
 
 _LACKS_OF_MEMORY: Final = (

@@ -446,6 +446,8 @@ def verify(
         show_verify(report, modules)
         if ledger is not None:
             print(f"{len(recorded)} of {len(report.cells)} cells are recorded in {ledger}")
+            if report.imitated:
+                print("imitated cells are not recorded: run the same command on a machine that they claim")
         if change is not None:
             print(change)
 

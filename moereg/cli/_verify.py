@@ -28,9 +28,8 @@ _IMITATED: Final = (
     "after another, and takes an autotuner's first configuration"
 )
 _AS_PLUGIN: Final = (
-    f"to install it as a plugin, a package also needs an entry point in the group {BACKEND_GROUP}, "
-    f"moereg_api = {API_VERSION!r} in its module, and imports of kernel libraries inside functions alone; "
-    "moereg new-backend writes one"
+    "to ship it: moereg new-backend {name} --from {file}, which adds what a plugin needs beyond a file: an entry point "
+    f"in the group {BACKEND_GROUP}, moereg_api = {API_VERSION!r}, and imports of kernel libraries inside functions alone"
 )
 
 _MOST_SHOWN: Final = 12
@@ -130,8 +129,8 @@ def show_verify(report: Report, modules: Sequence[str]) -> None:
     outcomes = [result.outcome for result in report.results]
     skipped = collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped")
     say(*(f"{count} skipped: {reason}" for reason, count in skipped.items()), _verdict(report))
-    if report.passed and any(map(is_file_name, modules)):
-        say(_AS_PLUGIN)
+    for file in filter(is_file_name, modules if report.passed else ()):
+        say(_AS_PLUGIN.format(name=report.backend, file=file))
 
 
 def _row(report: Report, cell: CellName) -> list[str | Text]:

@@ -25,6 +25,7 @@ from moereg.experts import Experts, SavedShapes
 from moereg.layer.in_place import check_aligned
 from moereg.layer.restored import RestoredExperts
 from moereg.platforms import KINDS, current_platform, is_device_type
+from moereg.registry import BUILTIN
 from moereg.runtime.torch_state import plain_torch
 from moereg.selection.result import Decision, Selection
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
@@ -203,18 +204,26 @@ def named(selection: Selection, step: str, error: BaseException) -> BaseExceptio
     is_told = isinstance(error, MoeregError) and not isinstance(error, (ArgumentError, RegistrationError))
     if is_told or is_lack_of_memory(error) or stops_the_process(error):
         return error
-    found = backend_error(selection, step, "raised in", described(error))
+    found = backend_error(selection, step, "raised in", described(error, _package(selection)))
     found.__cause__ = error
     return found
+
+
+def _package(selection: Selection) -> str:
+    """The package or file of the chosen class; empty for moereg's own, whose lines mean nothing to a user."""
+    cell = selection.chosen.cell
+    return "" if cell is None or cell.origin == BUILTIN else cell.experts.__module__.partition(".")[0]
 
 
 def backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:
     """The error about a fault of the chosen backend in a step, and what was found there."""
     winner = selection.chosen
     name, origin = winner.backend, winner.origin
+    # A file that was named is of who named it.
+    report = "" if origin.endswith(".py") else " and report it to its authors"
     return BackendError(
         f"backend {name!r} of {origin} {fault} {winner.experts}.{step}: {found}; do without it (--deny {name}, or "
-        f"deny={name!r} in code) and report it to its authors{_instead(selection)}",
+        f"deny={name!r} in code){report}{_instead(selection)}",
         name,
         origin,
     )

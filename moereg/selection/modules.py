@@ -34,7 +34,8 @@ def import_modules(names: Iterable[str]) -> None:
             if stops_the_process(error):
                 raise
             raise ArgumentError(
-                f"module {name!r} must import and register a backend, got {described(error)}; repair it"
+                f"module {name!r} must import and register a backend, got "
+                f"{described(error, pathlib.Path(name).stem)}; repair it"
             ) from error
 
 

@@ -159,7 +159,9 @@ def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> 
                 host.build_launcher(compiled)
             except Exception as error:
                 return {"name": variant.name, "error": described(error)}
-        return {"name": variant.name, "seconds": seconds, "was_there": was_there, "lack": host.lack}
+        shared, most = compiled.metadata.shared, target.shared_bytes
+        lack = f"requires at most {most:,} bytes of shared memory, got {shared:,} in {variant.name}" * (shared > most)
+        return {"name": variant.name, "seconds": seconds, "was_there": was_there, "lack": lack or host.lack}
 
     kernels: list[dict[str, Any]] = []
     lacks: list[str] = []
