@@ -17,7 +17,7 @@ import importlib_metadata
 import torch
 from packaging.utils import canonicalize_name
 
-from moereg.platforms.nvml import GpuFacts, GpuSettings, gpu_facts, gpu_settings
+from moereg.platforms.nvml import gpu_facts, gpu_settings
 from moereg.platforms.platform import Platform
 from moereg.runtime.python_process import num_cores
 
@@ -63,11 +63,11 @@ def probe_cpu() -> Platform:
     return Platform("cpu", host.machine().lower(), _cpu_name(), memory, installed_versions(), probed=True)
 
 
-def probe_settings(platform: Platform) -> GpuSettings:
-    """Settings that decide the speed of a probed platform's device; of a CPU the processors this process may use."""
+def probe_settings(platform: Platform) -> tuple[int, int, bool, str]:
+    """As `gpu_settings` gives them, of a probed platform's device; of a CPU the processors this process may use."""
     if platform.kind == "cuda":
         return gpu_settings()
-    return GpuSettings(num_cores() if platform.kind == "cpu" else 0, 0, False, "")
+    return num_cores() if platform.kind == "cpu" else 0, 0, False, ""
 
 
 def installed_versions() -> dict[str, str]:
@@ -92,12 +92,13 @@ def installed_versions() -> dict[str, str]:
 
 
 def _probe_cuda(versions: dict[str, str]) -> Platform:
-    gpu = gpu_facts()
-    if gpu is None:
+    facts = gpu_facts()
+    if facts is None:
         # Without NVML only the CUDA runtime can tell, which initializes CUDA.
         properties = torch.cuda.get_device_properties(0)
-        gpu = GpuFacts(properties.major, properties.minor, properties.name, properties.total_memory)
-    return Platform("cuda", f"sm{gpu.major}{gpu.minor}", gpu.name, gpu.memory_bytes, versions, probed=True)
+        facts = properties.major, properties.minor, properties.name, properties.total_memory
+    major, minor, name, memory = facts
+    return Platform("cuda", f"sm{major}{minor}", name, memory, versions, probed=True)
 
 
 def _cpu_name() -> str:
