@@ -66,8 +66,14 @@ def random_weights(
     for _ in range(num_drawn):
         starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
         draws.append((starts, 0.8 + 0.4 * float(torch.rand((), generator=generator))))
-    build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
-    tensors = build(problem, pool, generator.initial_seed(), [draws[expert] for expert in experts], advance)
+    own = [draws[expert] for expert in experts]
+    if problem.quant.weight is None:
+        tensors = _empty_experts(problem, len(own), device)
+        for place, draw in enumerate(own):
+            _fill_expert(problem, tensors["w13"][place], tensors["w2"][place], pool, draw)
+            advance(place + 1, len(own))
+    else:
+        tensors = _quantized_experts(problem, pool, generator.initial_seed(), own, advance)
     if problem.has_bias:
         rows = problem.activation.num_halves * problem.intermediate_size
         for name, columns in (("w13_bias", rows), ("w2_bias", problem.hidden_size)):
@@ -93,16 +99,6 @@ def _fill_expert(problem: MoEProblem, w13: torch.Tensor, w2: torch.Tensor, pool:
     if problem.activation.num_halves == 2:
         _fill(w13[:intermediate], pool, gate, scale * _GATE_STD / math.sqrt(hidden))
     _fill(w2, pool, down, scale / math.sqrt(intermediate))
-
-
-def _unquantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, seed: int, draws: Sequence[_Draw], advance: Callable[[int, int], object]
-) -> dict[str, torch.Tensor]:
-    tensors = _empty_experts(problem, len(draws), pool.device)
-    for place, draw in enumerate(draws):
-        _fill_expert(problem, tensors["w13"][place], tensors["w2"][place], pool, draw)
-        advance(place + 1, len(draws))
-    return tensors
 
 
 def _quantized_experts(
