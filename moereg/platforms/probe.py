@@ -41,7 +41,13 @@ def probe_platform() -> Platform:
         arch, memory = properties.gcnArchName.split(":")[0], properties.total_memory
         return Platform("rocm", arch, properties.name, memory, installed_versions(), probed=True)
     if cuda and torch.cuda.device_count() > 0:
-        return _probe_cuda(installed_versions())
+        facts = gpu_facts()
+        if facts is None:
+            # Without NVML only the CUDA runtime can tell, which initializes CUDA.
+            properties = torch.cuda.get_device_properties(0)
+            facts = properties.major, properties.minor, properties.name, properties.total_memory
+        major, minor, name, memory = facts
+        return Platform("cuda", f"sm{major}{minor}", name, memory, installed_versions(), probed=True)
     return probe_cpu()
 
 
@@ -89,16 +95,6 @@ def installed_versions() -> dict[str, str]:
     for other in filter(found.__contains__, _TRITON):
         found.setdefault("triton", found[other])
     return found
-
-
-def _probe_cuda(versions: dict[str, str]) -> Platform:
-    facts = gpu_facts()
-    if facts is None:
-        # Without NVML only the CUDA runtime can tell, which initializes CUDA.
-        properties = torch.cuda.get_device_properties(0)
-        facts = properties.major, properties.minor, properties.name, properties.total_memory
-    major, minor, name, memory = facts
-    return Platform("cuda", f"sm{major}{minor}", name, memory, versions, probed=True)
 
 
 def _cpu_name() -> str:
