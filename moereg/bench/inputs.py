@@ -108,33 +108,20 @@ def _quantized_experts(
     # Uses its own generator, so that the weights are the rounded ones of the unquantized layer.
     own = torch.Generator().manual_seed(seed + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
+    ids = torch.zeros(len(sample), 1, dtype=torch.int32, device=sample.device)
+    # A problem of one expert, whose activation scales are as in a checkpoint of the problem's scheme.
+    sizes = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
+    alone = MoEProblem(num_experts=1, **sizes, top_k=1, dtype=problem.dtype, activation=problem.activation)
+    fmt, scales = problem.quant.activation, (None, None)
     experts: list[dict[str, torch.Tensor]] = []
     for draw in draws:
         _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, draw)
         plain = ExpertWeights(w13=buffer["w13"], w2=buffer["w2"])
-        a13, a2 = _static_scales(problem, plain, sample)
-        experts.append(quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors())
+        if fmt is not None and (fmt.static or fmt.global_scale):
+            scales = calibrate_activation_scales(alone, plain, sample, ids.float(), ids, problem.quant)
+        experts.append(quantize_weights(plain, problem.quant, a13_scale=scales[0], a2_scale=scales[1]).tensors())
         advance(len(experts), len(draws))
     return {name: torch.cat([tensors.pop(name) for tensors in experts]) for name in list(experts[0])}
-
-
-def _static_scales(
-    problem: MoEProblem, expert: ExpertWeights, sample: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """One expert's activation scales, as in a checkpoint of the problem's scheme."""
-    fmt = problem.quant.activation
-    if fmt is None or not (fmt.static or fmt.global_scale):
-        return None, None
-    alone = MoEProblem(
-        num_experts=1,
-        hidden_size=problem.hidden_size,
-        intermediate_size=problem.intermediate_size,
-        top_k=1,
-        dtype=problem.dtype,
-        activation=problem.activation,
-    )
-    ids = torch.zeros(len(sample), 1, dtype=torch.int32, device=sample.device)
-    return calibrate_activation_scales(alone, expert, sample, ids.float(), ids, problem.quant)
 
 
 def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) -> None:
