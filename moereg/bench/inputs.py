@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -110,16 +110,17 @@ def _quantized_experts(
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
     ids = torch.zeros(len(sample), 1, dtype=torch.int32, device=sample.device)
     # A problem of one expert, whose activation scales are as in a checkpoint of the problem's scheme.
-    sizes = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
+    sizes: dict[str, Any] = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
     alone = MoEProblem(num_experts=1, **sizes, top_k=1, dtype=problem.dtype, activation=problem.activation)
-    fmt, scales = problem.quant.activation, (None, None)
+    fmt, scales = problem.quant.activation, dict[str, Any]()
     experts: list[dict[str, torch.Tensor]] = []
     for draw in draws:
         _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, draw)
         plain = ExpertWeights(w13=buffer["w13"], w2=buffer["w2"])
         if fmt is not None and (fmt.static or fmt.global_scale):
-            scales = calibrate_activation_scales(alone, plain, sample, ids.float(), ids, problem.quant)
-        experts.append(quantize_weights(plain, problem.quant, a13_scale=scales[0], a2_scale=scales[1]).tensors())
+            found = calibrate_activation_scales(alone, plain, sample, ids.float(), ids, problem.quant)
+            scales = {"a13_scale": found[0], "a2_scale": found[1]}
+        experts.append(quantize_weights(plain, problem.quant, **scales).tensors())
         advance(len(experts), len(draws))
     return {name: torch.cat([tensors.pop(name) for tensors in experts]) for name in list(experts[0])}
 
