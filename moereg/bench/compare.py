@@ -420,8 +420,11 @@ class Comparison:
 
     def _stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
         """If the device no longer answers, records that one of the backends that ran took it down."""
-        if decisions and self._is_lost():
-            self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
+        try:
+            wait_for(self._device)
+        except Exception:
+            if decisions:
+                self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
 
     def _skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
         """Records why candidates were not measured."""
@@ -442,13 +445,6 @@ class Comparison:
             self._unsure.update(decisions)
         for decision in decisions:
             errors.setdefault(decision, found)
-
-    def _is_lost(self) -> bool:
-        try:
-            wait_for(self._device)
-        except Exception:
-            return True
-        return False
 
     def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
         """Times the right candidates, and drops the times of those that are wrong afterwards."""

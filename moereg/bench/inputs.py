@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -66,8 +66,14 @@ def random_weights(
     for _ in range(num_drawn):
         starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
         draws.append((starts, 0.8 + 0.4 * float(torch.rand((), generator=generator))))
-    build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
-    tensors = build(problem, pool, generator.initial_seed(), [draws[expert] for expert in experts], advance)
+    own = [draws[expert] for expert in experts]
+    if problem.quant.weight is None:
+        tensors = _empty_experts(problem, len(own), device)
+        for place, draw in enumerate(own):
+            _fill_expert(problem, tensors["w13"][place], tensors["w2"][place], pool, draw)
+            advance(place + 1, len(own))
+    else:
+        tensors = _quantized_experts(problem, pool, generator.initial_seed(), own, advance)
     if problem.has_bias:
         rows = problem.activation.num_halves * problem.intermediate_size
         for name, columns in (("w13_bias", rows), ("w2_bias", problem.hidden_size)):
@@ -95,16 +101,6 @@ def _fill_expert(problem: MoEProblem, w13: torch.Tensor, w2: torch.Tensor, pool:
     _fill(w2, pool, down, scale / math.sqrt(intermediate))
 
 
-def _unquantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, seed: int, draws: Sequence[_Draw], advance: Callable[[int, int], object]
-) -> dict[str, torch.Tensor]:
-    tensors = _empty_experts(problem, len(draws), pool.device)
-    for place, draw in enumerate(draws):
-        _fill_expert(problem, tensors["w13"][place], tensors["w2"][place], pool, draw)
-        advance(place + 1, len(draws))
-    return tensors
-
-
 def _quantized_experts(
     problem: MoEProblem, pool: torch.Tensor, seed: int, draws: Sequence[_Draw], advance: Callable[[int, int], object]
 ) -> dict[str, torch.Tensor]:
@@ -112,33 +108,21 @@ def _quantized_experts(
     # Uses its own generator, so that the weights are the rounded ones of the unquantized layer.
     own = torch.Generator().manual_seed(seed + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
+    ids = torch.zeros(len(sample), 1, dtype=torch.int32, device=sample.device)
+    # A problem of one expert, whose activation scales are as in a checkpoint of the problem's scheme.
+    sizes: dict[str, Any] = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
+    alone = MoEProblem(num_experts=1, **sizes, top_k=1, dtype=problem.dtype, activation=problem.activation)
+    fmt, scales = problem.quant.activation, dict[str, Any]()
     experts: list[dict[str, torch.Tensor]] = []
     for draw in draws:
         _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, draw)
         plain = ExpertWeights(w13=buffer["w13"], w2=buffer["w2"])
-        a13, a2 = _static_scales(problem, plain, sample)
-        experts.append(quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors())
+        if fmt is not None and (fmt.static or fmt.global_scale):
+            found = calibrate_activation_scales(alone, plain, sample, ids.float(), ids, problem.quant)
+            scales = {"a13_scale": found[0], "a2_scale": found[1]}
+        experts.append(quantize_weights(plain, problem.quant, **scales).tensors())
         advance(len(experts), len(draws))
     return {name: torch.cat([tensors.pop(name) for tensors in experts]) for name in list(experts[0])}
-
-
-def _static_scales(
-    problem: MoEProblem, expert: ExpertWeights, sample: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """One expert's activation scales, as in a checkpoint of the problem's scheme."""
-    fmt = problem.quant.activation
-    if fmt is None or not (fmt.static or fmt.global_scale):
-        return None, None
-    alone = MoEProblem(
-        num_experts=1,
-        hidden_size=problem.hidden_size,
-        intermediate_size=problem.intermediate_size,
-        top_k=1,
-        dtype=problem.dtype,
-        activation=problem.activation,
-    )
-    ids = torch.zeros(len(sample), 1, dtype=torch.int32, device=sample.device)
-    return calibrate_activation_scales(alone, expert, sample, ids.float(), ids, problem.quant)
 
 
 def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) -> None:

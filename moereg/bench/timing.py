@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
+import numpy as np
 import torch
 
 from moereg.bench.inputs import Call
@@ -56,17 +57,12 @@ class Timing:
     @property
     def p10_us(self) -> float:
         """The 10th percentile."""
-        return self._decile(0)
+        return float(np.percentile(self.samples_us, 10))
 
     @property
     def p90_us(self) -> float:
         """The 90th percentile."""
-        return self._decile(8)
-
-    def _decile(self, place: int) -> float:
-        if len(self.samples_us) == 1:
-            return self.samples_us[0]
-        return statistics.quantiles(self.samples_us, n=10, method="inclusive")[place]
+        return float(np.percentile(self.samples_us, 90))
 
 
 def time_kernels(

@@ -11,6 +11,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -200,22 +201,21 @@ class CheckpointFiles(contextlib.ExitStack):
         with _named_errors(shard_path):
             # Not mapped: reading a mapping past the end of a file that another process truncated kills this process.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))
-            self._rows[file] = self.enter_context(_ShardRows(shard_path))
+            rows = open(shard_path, "rb", opener=open_regular)  # noqa: SIM115
+            self._rows[file] = _ShardRows(self.enter_context(rows))
         self._shards[file] = shard
         return self._shards[file]
 
 
-class _ShardRows(contextlib.ExitStack):
+class _ShardRows:
     """Reads rows of tensors in a file that safetensors has opened and validated.
 
     safetensors reads the whole tensor for each row unless it maps the file, but reading a mapping of a truncated file
     kills the process.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = open_regular(str(path), os.O_RDONLY | os.O_CLOEXEC)
-        self.callback(os.close, self._file)
+    def __init__(self, file: BufferedReader) -> None:
+        self._file = file
 
     def read(self, name: str, row: int, dtype: str, shape: Sequence[int], num_rows: int | None) -> torch.Tensor:
         """Reads only one row along dim 0, or one part of several rows."""
@@ -230,25 +230,22 @@ class _ShardRows(contextlib.ExitStack):
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # safetensors validated the header, so the file was written since; half a header can raise anything.
             raise SafetensorError(f"its header changed while {name} was read") from error
-        stored = self._read(data_start + start + row * num_bytes, num_bytes)
+        stored = torch.frombuffer(self._read(data_start + start + row * num_bytes, num_bytes), dtype=torch.uint8)
         return stored.view(_ROW_DTYPES[dtype]).view(shape_read)
 
     @functools.cached_property
     def _header(self) -> tuple[Mapping[str, Any], int]:
         """The header, and the offset of the data. The file has the header's length in 8 bytes, the header, the data."""
-        num_bytes = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
+        num_bytes = int.from_bytes(self._read(0, 8), "little")
         if num_bytes > _LARGEST_HEADER:
             raise ValueError(num_bytes)
-        return json.loads(self._read(8, num_bytes).numpy().tobytes()), 8 + num_bytes
+        return json.loads(self._read(8, num_bytes)), 8 + num_bytes
 
-    def _read(self, start: int, num_bytes: int) -> torch.Tensor:
-        found = torch.empty(num_bytes, dtype=torch.uint8)
-        left = memoryview(found.numpy())  # type: ignore[arg-type]
-        while left:
-            count = os.preadv(self._file, [left], start + num_bytes - len(left))
-            if count == 0:
-                raise SafetensorError(f"it ended {len(left)} bytes before the end of what was to be read")
-            left = left[count:]
+    def _read(self, start: int, num_bytes: int) -> bytearray:
+        found = bytearray(num_bytes)
+        self._file.seek(start)
+        if left := num_bytes - self._file.readinto(found):
+            raise SafetensorError(f"it ended {left} bytes before the end of what was to be read")
         return found
 
 

@@ -249,25 +249,18 @@ class Pack:
 
     def text(self) -> str:
         """The pack as JSON, one row of times a line."""
-        values: dict[str, Any] = {
-            "schema": SCHEMA,
-            "machine": dataclasses.asdict(self.machine),
-            "sessions": [dataclasses.asdict(session) for session in self.sessions],
-            "cells": [dataclasses.asdict(cell) for cell in self.cells],
-            "columns": COLUMNS,
-        }
+        own = msgspec.to_builtins(dataclasses.replace(self, layers=()))
+        del own["layers"]
+        values = {"schema": SCHEMA, **own, "columns": COLUMNS}
         lines = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}," for name, value in values.items()]
         layers = ",\n".join(map(_layer_text, self.layers))
         return "\n".join(["{", *lines, ' "layers": [', *([layers] if layers else []), " ]", "}", ""])
 
 
 def _layer_text(layer: TunedLayer) -> str:
-    rows = ",\n".join(f"   {json.dumps(msgspec.to_builtins(row), allow_nan=False)}" for row in layer.rows)
-    return (
-        f'  {{"problem": {json.dumps(layer.problem)}, "default": {layer.default}, '
-        f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, '
-        f'"calls": {json.dumps(layer.calls)}, "rows": [\n{rows}\n  ]}}'
-    )
+    values = msgspec.to_builtins(layer)
+    rows = ",\n".join(f"   {json.dumps(row, allow_nan=False)}" for row in values.pop("rows"))
+    return f'  {json.dumps(values)[:-1]}, "rows": [\n{rows}\n  ]}}'
 
 
 COLUMNS: Final = Row.__struct_fields__

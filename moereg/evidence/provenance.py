@@ -56,13 +56,11 @@ def _commit(root: pathlib.Path) -> str:
         if not head.startswith("ref: "):
             return _checked(head)
         reference = head.removeprefix("ref: ")
-        common = directory
-        if (directory / "commondir").is_file():
-            common = directory / (directory / "commondir").read_text(encoding="utf-8").strip()
-        for place in (directory, common):
-            if (place / reference).is_file():
-                return _checked((place / reference).read_text(encoding="utf-8").strip())
-        for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines():
+        if (directory / "commondir").is_file():  # Branches are the main work tree's.
+            directory /= (directory / "commondir").read_text(encoding="utf-8").strip()
+        if (directory / reference).is_file():
+            return _checked((directory / reference).read_text(encoding="utf-8").strip())
+        for line in (directory / "packed-refs").read_text(encoding="utf-8").splitlines():
             commit, _, name = line.partition(" ")
             if name == reference:
                 return _checked(commit)

@@ -3,76 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 
-class GpuFacts(NamedTuple):
-    """The facts of a GPU that selection reads.
-
-    Attributes:
-        major, minor: Compute capability.
-        name: The driver's name for it.
-        memory_bytes: Memory of the device.
-    """
-
-    major: int
-    minor: int
-    name: str
-    memory_bytes: int
+def gpu_facts() -> tuple[int, int, str, int] | None:
+    """Compute capability, the driver's name and bytes of memory; None if NVML is missing or does not answer."""
+    found = _ask(
+        capability=lambda nvml, gpu: nvml.nvmlDeviceGetCudaComputeCapability(gpu),
+        name=lambda nvml, gpu: nvml.nvmlDeviceGetName(gpu),
+        memory=lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+    )
+    return (*found["capability"], found["name"], found["memory"]) if len(found) == 3 else None
 
 
-def gpu_facts() -> GpuFacts | None:
-    """Facts about the first visible GPU; None if NVML is missing or does not answer."""
-    with _first_visible() as found:
-        if found is None:
-            return None
-        nvml, handle = found
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        name = ctypes.create_string_buffer(96)
-        memory = (ctypes.c_ulonglong * 3)()
-        results = (
-            nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)),
-            nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)),
-            nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),
-        )
-        if any(results):
-            return None
-        return GpuFacts(major.value, minor.value, name.value.decode(), int(memory[0]))
-
-
-class GpuSettings(NamedTuple):
-    """Facts and settings that decide a GPU's speed.
-
-    Attributes:
-        cores: Number of cores, over all multiprocessors; 0 if the driver does not say.
-        power_limit_w: The enforced limit, in W; 0 if the driver does not say.
-        mig: Whether the GPU is divided into instances.
-        driver: Version of the driver.
-    """
-
-    cores: int
-    power_limit_w: int
-    mig: bool
-    driver: str
-
-
-def gpu_settings() -> GpuSettings:
-    """Settings of the first visible GPU; zeros and an empty text without NVML."""
-    with _first_visible() as found:
-        if found is None:
-            return GpuSettings(0, 0, False, "")
-        nvml, handle = found
-        cores, milliwatts, mig, pending = (ctypes.c_uint() for _ in range(4))
-        driver = ctypes.create_string_buffer(96)
-        # A query that a GPU does not support leaves its value at 0.
-        nvml.nvmlDeviceGetNumGpuCores(handle, ctypes.byref(cores))
-        nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(milliwatts))
-        nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mig), ctypes.byref(pending))
-        nvml.nvmlSystemGetDriverVersion(driver, ctypes.c_uint(96))
-        return GpuSettings(cores.value, milliwatts.value // 1000, mig.value == 1, driver.value.decode())
+def gpu_settings() -> tuple[int, int, bool, str]:
+    """Cores, enforced power limit in W, whether MIG divides it, and the driver's version; zeros and "" if unknown."""
+    found = _ask(
+        cores=lambda nvml, gpu: nvml.nvmlDeviceGetNumGpuCores(gpu),
+        power_limit_w=lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) // 1000,
+        mig=lambda nvml, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0] == 1,
+        driver=lambda nvml, gpu: nvml.nvmlSystemGetDriverVersion(),
+    )
+    return found.get("cores", 0), found.get("power_limit_w", 0), found.get("mig", False), found.get("driver", "")
 
 
 def gpu_clocks() -> dict[str, int]:
@@ -81,43 +35,33 @@ def gpu_clocks() -> dict[str, int]:
     Returns:
         `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz`, `power_w` and `power_limit_w`; empty without NVML.
     """
-    clocks: dict[str, int] = {}
-    with _first_visible() as found:
-        if found is None:
-            return clocks
-        nvml, handle = found
-        value = ctypes.c_uint()
-        for name, domain in (("sm", 1), ("memory", 2)):  # NVML's numbers for clock domains.
-            if nvml.nvmlDeviceGetClockInfo(handle, domain, ctypes.byref(value)) == 0:
-                clocks[f"{name}_mhz"] = value.value
-            if nvml.nvmlDeviceGetMaxClockInfo(handle, domain, ctypes.byref(value)) == 0:
-                clocks[f"max_{name}_mhz"] = value.value
-        if nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(value)) == 0:
-            clocks["power_w"] = value.value // 1000
-        if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(value)) == 0:
-            clocks["power_limit_w"] = value.value // 1000
-    return clocks
+    return _ask(
+        sm_mhz=lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        max_sm_mhz=lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        memory_mhz=lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+        max_memory_mhz=lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+        power_w=lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) // 1000,
+        power_limit_w=lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) // 1000,
+    )
 
 
-@contextlib.contextmanager
-def _first_visible() -> Iterator[tuple[Any, Any] | None]:
-    """NVML and its handle for the first visible device, or None if either is missing."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        yield None
-        return
-    if nvml.nvmlInit_v2() != 0:
-        yield None
-        return
-    try:
-        handle = ctypes.c_void_p()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
-        if visible.isdigit():
-            # By default CUDA numbers devices fastest first; with a single model of GPU both orders agree.
-            code = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))
-        else:
-            code = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
-        yield (nvml, handle) if code == 0 else None
-    finally:
-        nvml.nvmlShutdown()
+def _ask(**queries: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """NVML's answers about the first visible GPU, without those that it does not support; empty without NVML."""
+    import pynvml  # Takes some 20 ms, which only a machine with a GPU has a use for.
+
+    answers: dict[str, Any] = {}
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+            if visible.isdigit():
+                # By default CUDA numbers devices fastest first; with a single model of GPU both orders agree.
+                gpu = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+            else:
+                gpu = pynvml.nvmlDeviceGetHandleByUUID(visible)
+            for name, query in queries.items():
+                with contextlib.suppress(pynvml.NVMLError):
+                    answers[name] = query(pynvml, gpu)
+        finally:
+            pynvml.nvmlShutdown()
+    return answers

@@ -17,7 +17,7 @@ import importlib_metadata
 import torch
 from packaging.utils import canonicalize_name
 
-from moereg.platforms.nvml import GpuFacts, GpuSettings, gpu_facts, gpu_settings
+from moereg.platforms.nvml import gpu_facts, gpu_settings
 from moereg.platforms.platform import Platform
 from moereg.runtime.python_process import num_cores
 
@@ -41,7 +41,13 @@ def probe_platform() -> Platform:
         arch, memory = properties.gcnArchName.split(":")[0], properties.total_memory
         return Platform("rocm", arch, properties.name, memory, installed_versions(), probed=True)
     if cuda and torch.cuda.device_count() > 0:
-        return _probe_cuda(installed_versions())
+        facts = gpu_facts()
+        if facts is None:
+            # Without NVML only the CUDA runtime can tell, which initializes CUDA.
+            properties = torch.cuda.get_device_properties(0)
+            facts = properties.major, properties.minor, properties.name, properties.total_memory
+        major, minor, name, memory = facts
+        return Platform("cuda", f"sm{major}{minor}", name, memory, installed_versions(), probed=True)
     return probe_cpu()
 
 
@@ -63,11 +69,11 @@ def probe_cpu() -> Platform:
     return Platform("cpu", host.machine().lower(), _cpu_name(), memory, installed_versions(), probed=True)
 
 
-def probe_settings(platform: Platform) -> GpuSettings:
-    """Settings that decide the speed of a probed platform's device; of a CPU the processors this process may use."""
+def probe_settings(platform: Platform) -> tuple[int, int, bool, str]:
+    """As `gpu_settings` gives them, of a probed platform's device; of a CPU the processors this process may use."""
     if platform.kind == "cuda":
         return gpu_settings()
-    return GpuSettings(num_cores() if platform.kind == "cpu" else 0, 0, False, "")
+    return num_cores() if platform.kind == "cpu" else 0, 0, False, ""
 
 
 def installed_versions() -> dict[str, str]:
@@ -89,15 +95,6 @@ def installed_versions() -> dict[str, str]:
     for other in filter(found.__contains__, _TRITON):
         found.setdefault("triton", found[other])
     return found
-
-
-def _probe_cuda(versions: dict[str, str]) -> Platform:
-    gpu = gpu_facts()
-    if gpu is None:
-        # Without NVML only the CUDA runtime can tell, which initializes CUDA.
-        properties = torch.cuda.get_device_properties(0)
-        gpu = GpuFacts(properties.major, properties.minor, properties.name, properties.total_memory)
-    return Platform("cuda", f"sm{gpu.major}{gpu.minor}", gpu.name, gpu.memory_bytes, versions, probed=True)
 
 
 def _cpu_name() -> str:

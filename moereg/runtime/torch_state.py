@@ -102,7 +102,8 @@ class _ExactMatmuls:
 
     def __init__(self) -> None:
         self._users = 0
-        self._before = _Precisions("", ())
+        self._legacy = "highest"  # The argument of `torch.set_float32_matmul_precision`.
+        self._before: list[tuple[Any, str, str]] = []  # Each operator with its effective and its own value.
         self._lock = threading.Lock()
 
     def is_used_or_needed(self) -> bool:
@@ -113,21 +114,33 @@ class _ExactMatmuls:
     def __enter__(self) -> None:
         with self._lock:
             if not self._users:
-                self._before = _make_exact()
+                self._make_exact()
             self._users += 1
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                _restore(self._before)
+                self._restore()
 
+    def _make_exact(self) -> None:
+        """Changes only reduced settings, with the setter used before, since torch refuses to read a mix of both."""
+        try:
+            self._legacy = torch.get_float32_matmul_precision()
+        except RuntimeError:  # An operator's setting was changed in the meantime.
+            self._legacy = "highest"
+        self._before = [(matmul, matmul.fp32_precision, _own_precision(matmul)) for matmul in _matmuls()]
+        if self._legacy != "highest":
+            torch.set_float32_matmul_precision("highest")
+        for matmul in filter(_is_reduced, _matmuls()):
+            matmul.fp32_precision = "ieee"
 
-class _Precisions(NamedTuple):
-    """The argument of `torch.set_float32_matmul_precision`, or "", and each operator's effective and own value."""
-
-    legacy: str
-    matmuls: tuple[tuple[str, str], ...]
+    def _restore(self) -> None:
+        if self._legacy != "highest":
+            torch.set_float32_matmul_precision(self._legacy)
+        for matmul, resolved, own in self._before:
+            if matmul.fp32_precision != resolved:
+                matmul.fp32_precision = own
 
 
 def _matmuls() -> tuple[Any, Any]:
@@ -139,33 +152,6 @@ def _matmuls() -> tuple[Any, Any]:
 
 def _is_reduced(matmul: Any) -> bool:
     return matmul.fp32_precision not in ("ieee", "none")
-
-
-def _make_exact() -> _Precisions:
-    """Changes only reduced settings, with the setter used before, since torch refuses to read a mix of both."""
-    legacy = _legacy_precision()
-    matmuls = tuple((matmul.fp32_precision, _own_precision(matmul)) for matmul in _matmuls())
-    if legacy:
-        torch.set_float32_matmul_precision("highest")
-    for matmul in filter(_is_reduced, _matmuls()):
-        matmul.fp32_precision = "ieee"
-    return _Precisions(legacy, matmuls)
-
-
-def _restore(before: _Precisions) -> None:
-    if before.legacy:
-        torch.set_float32_matmul_precision(before.legacy)
-    for matmul, (resolved, own) in zip(_matmuls(), before.matmuls, strict=True):
-        if matmul.fp32_precision != resolved:
-            matmul.fp32_precision = own
-
-
-def _legacy_precision() -> str:
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # An operator's setting was changed in the meantime.
-        return ""
-    return "" if precision == "highest" else precision
 
 
 def _own_precision(matmul: Any) -> str:

@@ -160,7 +160,8 @@ class GuardedLayer:
 
     def check_close(self, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> None:
         """Raises AssertionError if the error exceeds the bound, naming usual mistakes that explain it."""
-        error, bound = relative_error(out, truth), _bound(self.case, len(out))
+        error = relative_error(out, truth)
+        bound = layer_tolerance(self.case.problem, len(out), self.case.computes)
         if error <= bound:
             return
         rows = torch.nonzero(~out.isfinite().all(1)).flatten().tolist()
@@ -338,7 +339,8 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
     inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
     truth = _reference(case, weights, inputs, make_expert_map(case.problem, case.device))
     # Bounds are wide for quantized activations, since a kernel may round before the quantizer.
-    least = (10 if case.computes.activation is None else 1.5) * _bound(case, num_tokens)
+    bound = layer_tolerance(case.problem, num_tokens, case.computes)
+    least = (10 if case.computes.activation is None else 1.5) * bound
     for fault, faulty in plant_faults(weights):
         out = build(case, faulty)(*inputs.call)
         error = relative_error(out, truth)
@@ -535,7 +537,3 @@ def _reference(
         return reference_experts(
             case.problem, weights, *inputs.call, expert_map=expert_map, computes=computes or case.computes
         )
-
-
-def _bound(case: Case, num_tokens: int) -> float:
-    return layer_tolerance(case.problem, num_tokens, case.computes)

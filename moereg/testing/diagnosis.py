@@ -8,6 +8,7 @@ expert per token), both are named.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
@@ -22,6 +23,7 @@ from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES
 from moereg.testing.faults import plant_faults
+from moereg.weights.layouts import deinterleave_gate_up, interleave_gate_up
 
 _Edit = Callable[[torch.Tensor], torch.Tensor]
 
@@ -198,8 +200,8 @@ def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
     if problem.activation.gated:
         for text, edit in (
             ("swapped", _halves_swapped),
-            ("rows of w13 read in turn instead of as halves", _deinterleaved),
-            ("rows of w13 read as halves of interleaved rows", _interleaved),
+            ("rows of w13 read in turn instead of as halves", functools.partial(deinterleave_gate_up, dim=0)),
+            ("rows of w13 read as halves of interleaved rows", functools.partial(interleave_gate_up, dim=0)),
         ):
             yield f"gate and up {text}", call.with_edits(w13=edit, w13_bias=edit)
     for text, local_ids in _misplaced(call):
@@ -306,14 +308,6 @@ def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float
 
 def _halves_swapped(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(rows.chunk(2)[::-1])
-
-
-def _deinterleaved(rows: torch.Tensor) -> torch.Tensor:
-    return torch.cat([rows[0::2], rows[1::2]])
-
-
-def _interleaved(rows: torch.Tensor) -> torch.Tensor:
-    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -233,12 +233,10 @@ class GuardedPrepareFinalize(PrepareFinalize):
             tensor = getattr(prepared.inputs, field.name)
             if tensor is not None and not any(tensor is other for other in given):
                 moved[field.name] = self.memory.copy(f"prepared {field.name}", tensor)
-        counts = prepared.inputs.expert_num_tokens
-        if counts is not None:
-            rows = moved.get("hidden_states")
-            if rows is not None:
-                unused = torch.arange(rows.shape[1], device=rows.device) >= counts.unsqueeze(1)
-                rows.masked_fill_(unused.unsqueeze(2), float("nan"))
+        counts, rows = prepared.inputs.expert_num_tokens, moved.get("hidden_states")
+        if counts is not None and rows is not None:
+            unused = torch.arange(rows.shape[1], device=rows.device) >= counts.unsqueeze(1)
+            rows.masked_fill_(unused.unsqueeze(2), float("nan"))
         self.memory.freeze()
         return dataclasses.replace(prepared, inputs=dataclasses.replace(prepared.inputs, **moved))
 
@@ -283,14 +281,6 @@ def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedW
     A tensor without strides, such as oneDNN packs, stays in place: torch gives no access to its memory.
     """
 
-    def guarded(tensors: Mapping[str, PerExpert]) -> dict[str, PerExpert]:
-        return {
-            name: [one(f"{name}[{expert}]", tensor) for expert, tensor in enumerate(value)]
-            if isinstance(value, list)
-            else one(name, value)
-            for name, value in tensors.items()
-        }
-
     def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided:
             return tensor
@@ -298,7 +288,12 @@ def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedW
         offset = tensor.data_ptr() % 16 // tensor.element_size()
         return memory.copy(f"permuted {name}", tensor, offset=offset)
 
-    per_expert = guarded(weights.per_expert)
+    per_expert: dict[str, PerExpert] = {
+        name: [one(f"{name}[{expert}]", tensor) for expert, tensor in enumerate(value)]
+        if isinstance(value, list)
+        else one(name, value)
+        for name, value in weights.per_expert.items()
+    }
     shared = {name: one(name, tensor) for name, tensor in weights.shared.items()}
     memory.freeze()
     return PermutedWeights(weights.layout, per_expert, shared)

@@ -48,9 +48,8 @@ def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> Ex
     if problem.quant.weight is None:
         return plain
     scales: dict[str, torch.Tensor] = {}
-    if problem.quant.activation is not None and (
-        problem.quant.activation.static or problem.quant.activation.global_scale
-    ):
+    fmt = problem.quant.activation
+    if fmt is not None and (fmt.static or fmt.global_scale):
         sample = make_inputs(problem, 64, "uniform", device, seed=seed + 77)
         scales["a13_scale"], scales["a2_scale"] = calibrate_activation_scales(
             dataclasses.replace(problem, quant=plain.scheme),

@@ -168,19 +168,15 @@ def patch_interpreter() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     _keep_what_is_made_again(interpreter)
     _patch_once_a_launch(interpreter)
-    _take_first_configuration(autotuner.Autotuner)
-    check_pointers(interpreter)
-
-
-def _take_first_configuration(tuner: Any) -> None:
-    """Leaves autotuners one configuration; with more, Triton asks for a driver, which a CPU lacks."""
-    run = tuner.run
+    tuner: Any = autotuner.Autotuner
+    tune = tuner.run
 
     def run_first(self: Any, *args: Any, **named: Any) -> Any:
-        self.configs = self.configs[:1]
-        return run(self, *args, **named)
+        self.configs = self.configs[:1]  # With more, Triton asks for a driver, which a CPU lacks.
+        return tune(self, *args, **named)
 
     tuner.run = run_first
+    check_pointers(interpreter)
 
 
 def _keep_what_is_made_again(interpreter: Any) -> None:

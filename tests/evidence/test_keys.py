@@ -11,7 +11,6 @@ import pytest
 from moereg.evidence.on_machine import Machine, machine_of
 from moereg.evidence.pack import Pack, key_text, problem_key
 from moereg.platforms import Platform, probe
-from moereg.platforms.nvml import GpuSettings
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from tests.evidence.packs import HERE, PROBLEM, choose, make_cells, pack_of, rows_of
@@ -101,10 +100,10 @@ def test_the_reader_makes_the_key_of_the_writer(problem: MoEProblem) -> None:
 
 def test_a_gpu_is_described_without_touching_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_of.cache_clear()
-    monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(16896, 700, False, "570.86.15"))
+    monkeypatch.setattr(probe, "gpu_settings", lambda: (16896, 700, False, "570.86.15"))
     gpu = Platform("cuda", "sm90", "NVIDIA H200", 141 << 30, probed=True)
     assert machine_of(gpu) == Machine("cuda:sm90", "NVIDIA H200", 16896, 700, False, "570")
-    monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(0, 0, False, ""))
+    monkeypatch.setattr(probe, "gpu_settings", lambda: (0, 0, False, ""))
     assert machine_of(gpu).driver == "570", "it is asked once"
     machine_of.cache_clear()
     assert machine_of(gpu) == Machine("cuda:sm90", "NVIDIA H200", 0, 0, False, "")
@@ -114,6 +113,6 @@ def test_a_gpu_is_described_without_touching_it(monkeypatch: pytest.MonkeyPatch)
 def test_a_cpu_is_its_name_and_the_processors_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_of.cache_clear()
     monkeypatch.setattr(probe, "num_cores", lambda: 7)
-    monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(1, 1, True, "1"))
+    monkeypatch.setattr(probe, "gpu_settings", lambda: (1, 1, True, "1"))
     assert machine_of(HERE) == Machine("cpu", "A CPU", 7, 0, False, "")
     machine_of.cache_clear()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import functools
 import itertools
 import re
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pynvml
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from moereg.platforms import (
     installed_versions,
     probe_cpu,
     probe_platform,
+    probe_settings,
     register_platform_kind,
     torch_device,
 )
@@ -375,59 +377,70 @@ def test_the_cpu_of_this_machine_is_the_platform_where_nothing_else_is(cuda_mach
 
 
 class Nvml:
-    """The part of NVML's C library that the probe calls."""
+    """The functions of pynvml that the probe calls."""
 
-    devices: ClassVar[dict[int, tuple[int, int, str, int]]] = {
-        0: (9, 0, "NVIDIA H200", 150_754_820_096),
-        1: (10, 3, "NVIDIA B300", 288 * 2**30),
-    }
-    uuids: ClassVar[dict[str, int]] = {"GPU-aaaa": 0, "GPU-bbbb": 1}
+    devices: ClassVar[list[tuple[tuple[int, int], str, int]]] = [
+        ((9, 0), "NVIDIA H200", 150_754_820_096),
+        ((10, 3), "NVIDIA B300", 288 * 2**30),
+    ]
+    uuids: ClassVar[list[str]] = ["GPU-aaaa", "GPU-bbbb"]
 
-    def __init__(self, init_code: int = 0, compute_code: int = 0) -> None:
-        self.init_code, self.compute_code, self.shut_down = init_code, compute_code, 0
+    def __init__(self, patch: pytest.MonkeyPatch, **failing: int) -> None:
+        self.failing, self.shut_down = failing, 0
+        for name in vars(Nvml):
+            if name.startswith("nvml"):
+                patch.setattr(pynvml, name, functools.partial(self._call, name))
 
-    def nvmlInit_v2(self) -> int:
-        return self.init_code
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if name in self.failing:
+            raise pynvml.NVMLError(self.failing[name])
+        return getattr(self, name)(*arguments)
 
-    def nvmlShutdown(self) -> int:
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlShutdown(self) -> None:
         self.shut_down += 1
-        return 0
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = index + 1
-        return 0 if index in self.devices else 6
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
-        handle._obj.value = self.uuids.get(uuid.decode(), 0) + 1
-        return 0 if uuid.decode() in self.uuids else 6
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid not in self.uuids:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return self.uuids.index(uuid)
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = self.devices[handle.value - 1][:2]
-        return self.compute_code
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: int) -> tuple[int, int]:
+        return self.devices[gpu][0]
 
-    def nvmlDeviceGetName(self, handle: Any, name: Any, length: Any) -> int:
-        name.value = self.devices[handle.value - 1][2].encode()
-        return 0
+    def nvmlDeviceGetName(self, gpu: int) -> str:
+        return self.devices[gpu][1]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
-        memory._obj[0] = self.devices[handle.value - 1][3]
-        return 0
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(total=self.devices[gpu][2])
 
-    def nvmlDeviceGetClockInfo(self, handle: Any, domain: int, clock: Any) -> int:
-        clock._obj.value = {1: 1500, 2: 3200}[domain] + handle.value
-        return 0
+    def nvmlDeviceGetClockInfo(self, gpu: int, domain: int) -> int:
+        return {pynvml.NVML_CLOCK_SM: 1501, pynvml.NVML_CLOCK_MEM: 3201}[domain] + gpu
 
-    def nvmlDeviceGetMaxClockInfo(self, handle: Any, domain: int, clock: Any) -> int:
-        clock._obj.value = {1: 1980, 2: 3201}[domain]
-        return 3 if domain == 2 else 0
+    def nvmlDeviceGetMaxClockInfo(self, gpu: int, domain: int) -> int:
+        if domain == pynvml.NVML_CLOCK_MEM:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 1980
 
-    def nvmlDeviceGetPowerUsage(self, handle: Any, milliwatts: Any) -> int:
-        milliwatts._obj.value = 512_345
-        return 0
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        return 512_345
 
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, milliwatts: Any) -> int:
-        milliwatts._obj.value = 700_000
-        return 0
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: int) -> int:
+        return 700_000
+
+    def nvmlDeviceGetNumGpuCores(self, gpu: int) -> int:
+        return 16_896
+
+    def nvmlDeviceGetMigMode(self, gpu: int) -> list[int]:
+        return [1, 0]
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.86.15"
 
 
 @pytest.fixture
@@ -463,8 +476,7 @@ def cuda_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
 def test_probe_reads_the_first_visible_gpu(
     cuda_machine: pytest.MonkeyPatch, visible: str | None, arch: str, device_name: str
 ) -> None:
-    nvml = Nvml()
-    cuda_machine.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": nvml}[name])
+    nvml = Nvml(cuda_machine)
     if visible is not None:
         cuda_machine.setenv("CUDA_VISIBLE_DEVICES", visible)
     platform = probe_platform()
@@ -478,12 +490,13 @@ def test_probe_reads_the_first_visible_gpu(
 
 @pytest.mark.parametrize("broken", ["no library", "no driver", "unknown uuid", "failing call"])
 def test_probe_without_nvml_asks_the_runtime(cuda_machine: pytest.MonkeyPatch, broken: str) -> None:
-    def open_library(name: str) -> Nvml:
-        if broken == "no library":
-            raise OSError(name)
-        return Nvml(init_code=9 * (broken == "no driver"), compute_code=3 * (broken == "failing call"))
-
-    cuda_machine.setattr(ctypes, "CDLL", open_library)
+    name, error = {
+        "no library": ("nvmlInit", pynvml.NVML_ERROR_LIBRARY_NOT_FOUND),
+        "no driver": ("nvmlInit", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
+        "unknown uuid": ("", 0),
+        "failing call": ("nvmlDeviceGetCudaComputeCapability", pynvml.NVML_ERROR_NOT_SUPPORTED),
+    }[broken]
+    Nvml(cuda_machine, **{name: error})
     if broken == "unknown uuid":
         cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "GPU-cccc")
     properties = SimpleNamespace(major=8, minor=9, name="NVIDIA L40S", total_memory=48 * 2**30)
@@ -492,20 +505,25 @@ def test_probe_without_nvml_asks_the_runtime(cuda_machine: pytest.MonkeyPatch, b
 
 
 def test_clocks_are_the_first_visible_gpus_and_may_be_missing(cuda_machine: pytest.MonkeyPatch) -> None:
-    nvml = Nvml()
-    cuda_machine.setattr(ctypes, "CDLL", lambda name: nvml)
+    nvml = Nvml(cuda_machine)
     cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "1")
     powers = {"power_w": 512, "power_limit_w": 700}
     assert gpu_clocks() == {"sm_mhz": 1502, "max_sm_mhz": 1980, "memory_mhz": 3202, **powers}
     assert nvml.shut_down == 1
     cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "GPU-cccc")
     assert gpu_clocks() == {}
-
-    def no_library(name: str) -> Nvml:
-        raise OSError(name)
-
-    cuda_machine.setattr(ctypes, "CDLL", no_library)
+    Nvml(cuda_machine, nvmlInit=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     assert gpu_clocks() == {}
+
+
+def test_settings_that_a_gpu_does_not_have_are_zero(cuda_machine: pytest.MonkeyPatch) -> None:
+    gpu = Platform("cuda", "sm90", probed=True)
+    Nvml(cuda_machine)
+    assert probe_settings(gpu) == (16_896, 700, True, "570.86.15")
+    Nvml(cuda_machine, nvmlDeviceGetMigMode=pynvml.NVML_ERROR_NOT_SUPPORTED)
+    assert probe_settings(gpu) == (16_896, 700, False, "570.86.15")
+    Nvml(cuda_machine, nvmlInit=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    assert probe_settings(gpu) == (0, 0, False, "")
 
 
 def test_probe_rocm(cuda_machine: pytest.MonkeyPatch) -> None:
