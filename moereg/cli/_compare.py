@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any, Final
 import torch
 from rich.text import Text
 
+from moereg._version import __version__
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.cli._options import UsageError
 from moereg.cli._output import Result, code_of_verdict
 from moereg.cli._progress import phase
 from moereg.cli._show import bad, good, new_table, print_notices, say
-from moereg.cli._whole_model import EAGER, OURS, PREPARED, Case, WholeModel, forget
+from moereg.cli._whole_model import EAGER, OURS, PREPARED, Case, WholeModel, forget, implementations
 from moereg.cli._whole_model_page import Bar, draw_bars, html_page
 from moereg.errors import (
     ArgumentError,
@@ -39,6 +41,8 @@ from moereg.selection.result import SCHEMA
 
 _TIE: Final = 1.03
 """The noise between processes: within it neither is faster."""
+_NOISY: Final = 2.0
+"""The 90th over the 10th percentile of a case from which its times say little."""
 _HOW: Final = {
     OURS: 'moereg.integrations.transformers.register(), and experts_implementation="moereg"',
     PREPARED: "moereg.integrations.transformers.prepare(model)",
@@ -73,7 +77,9 @@ def compare_model(
     device = torch.device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU that torch sees, and there is none; pass --device cpu")
-    model, notices = load(name, device, **loading)
+    if html is not None and (html.is_dir() or not os.access(html.parent, os.W_OK)):
+        raise UsageError(f"--html must name a file in a folder that can be written to, got {shown(str(html))}")
+    model, notices = load(name, device, wanted or (), **loading)
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -84,7 +90,7 @@ def compare_model(
         **{"dtype": str(model.dtype).removeprefix("torch."), "prompt_tokens": tokens[0], "new_tokens": tokens[1]},
         **{"rows": [], "generated": {}, "layers_chosen": [], "notices": notices},
     }
-    record["versions"]["transformers"] = transformers.__version__
+    record["versions"] |= {"transformers": transformers.__version__, "moereg": __version__}
     try:
         with phase("computing logits in fp32"):
             whole = WholeModel(model, device, record)
@@ -95,9 +101,6 @@ def compare_model(
             f"compare needs a model whose own code computes logits of token ids here, got {type(model).__name__}: "
             f"{one_line(described(error))}; give another model"
         ) from error
-    for each in wanted or ():
-        if each not in whole.names:
-            raise UnknownNameError(unknown_name_message("implementation", each, whole.names))
     modes = ("eager", "graph") if device.type == "cuda" else ("eager",)
     cases = [Case("prefill", "eager", size, tokens[0]) for size in batch]
     cases += [Case("decode", mode, size, tokens[0]) for mode in modes for size in batch]
@@ -108,18 +111,14 @@ def compare_model(
             with phase(f"generating with {_label(each)}"):
                 whole.use(each)
                 record["generated"][each] = whole.generate(*tokens)
-        with phase("timing") as advance:
-            for number, case in enumerate(cases):
-                advance(number, len(cases))
+        for case in cases:
+            with phase(f"timing {_name_of(vars(case))}"):
                 whole.measure(case, seconds)
     if record["control"]["norm"] <= record["bound"]:
         notices.append("logits say little here, since experts that return zeros pass too: the check by layer decides")
     record |= {**clocks(platform), "verdict": verdict_of(record["rows"])}
     if html is not None:
-        try:
-            html.write_text(page_of(record), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--html must be a file that can be written, got {described(error)}") from error
+        html.write_text(page_of(record), encoding="utf-8")
     ours = [row for row in record["rows"] if row["implementation"] in _HOW]
     checks = [check for each, check in record["checks"].items() if each in _HOW and "outcome" not in check]
     wrong = any(str(row.get("outcome")).startswith("wrong") for row in ours) or not all(one["passed"] for one in checks)
@@ -128,12 +127,18 @@ def compare_model(
 
 
 def load(
-    name: str, device: torch.device, random_weights: bool = False, layers: int | None = None, dtype: str | None = None
+    name: str,
+    device: torch.device,
+    wanted: Sequence[str],
+    random_weights: bool = False,
+    layers: int | None = None,
+    dtype: str | None = None,
 ) -> tuple[Any, list[str]]:
     """The model on a device with eager experts, and notices. No code of its repository runs.
 
     Raises:
         CheckpointError: It is neither a folder nor in the Hub's local cache.
+        UnknownNameError: It has no such implementation.
         ArgumentError: transformers does not know or load it, or it has no experts.
         TooLargeError: Its weights do not fit.
     """
@@ -143,12 +148,17 @@ def load(
         folder = files.path
     meta: Any = model_on_meta(folder, layers)
     auto: Any = auto_class(meta.config)
-    if not find_experts(meta):
+    experts = [each.module for each in find_experts(meta)]
+    if not experts:
         cure = "moereg runs nothing else" if layers is None else f"raise --layers, which is {layers}"
         raise ArgumentError(
             f"{shown(name)} must be a Mixture-of-Experts model, got {type(meta).__name__}, without routed experts; "
             f"{cure}"
         )
+    known = implementations(experts)
+    for each in wanted:
+        if each not in known:
+            raise UnknownNameError(unknown_name_message("implementation", each, known))
     values: dict[str, Any] = {"dtype": dtype and getattr(torch, dtype), "experts_implementation": EAGER}
     if random_weights:
         own = getattr(meta.config, "dtype", None)
@@ -247,13 +257,20 @@ def verdict_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         texts = []
         for other in dict.fromkeys([*({EAGER} & {*others}), best]):
             ratio, counted = _gain(each[ours], others[other])
-            texts.append(f"ties with {other} ({ratio:.2f}x)" if counted == 1 else f"{ratio:.2f}x {other}")
+            is_tie = 1 / _TIE <= ratio <= _TIE
+            texts.append(f"{ratio:.2f}x {other}" + (" (a tie)" if is_tie else " (within the noise)") * (counted == 1))
         gains.append(counted)
         over_eager = _gain(each[ours], others[EAGER])[0] if EAGER in others else None
         found.append({"case": name, "best_other": best, "over_best_other": ratio, "over_eager": over_eager})
         lines.append(f"{name}: {_label(ours)} {', '.join(texts)}, the best other")
     overall = _mean(gains) if gains else math.nan
     use = f"use: {_HOW[ours]}"
+    noise = max(row["p90_ms"] / row["p10_ms"] for each in cases.values() for row in each.values())
+    if noise > _NOISY:
+        lines.append(
+            f"times of one case vary up to {noise:.1f} times: the machine is busy, or has more threads than free "
+            "cores; set OMP_NUM_THREADS to those and compare again before you decide"
+        )
     if overall < 1 / _TIE:
         stay = found[-1]["best_other"]
         use = f"on average {overall:.2f}x the best other: stay with model.set_experts_implementation({stay!r})"
@@ -308,34 +325,37 @@ def _reasons(record: Mapping[str, Any]) -> list[str]:
 
 def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
     """Lines about memory, tokens, the check and the machine, by heading."""
-    rows = [{"implementation": name, "held_bytes": size} for name, size in record["held_bytes"].items()]
-    memory = []
-    for key, what in (("held_bytes", "weights and kernels"), ("extra_bytes", "most beside them in any case")):
-        most: dict[str, int] = {}
-        for row in [*rows, *record["rows"]]:
-            if key in row:
-                most[row["implementation"]] = max(most.get(row["implementation"], 0), row[key])
-        if most:
-            memory.append(f"{what}: {', '.join(f'{_label(name)} {format_bytes(size)}' for name, size in most.items())}")
+    extra: dict[str, int] = {}
+    for row in record["rows"]:
+        extra[row["implementation"]] = max(extra.get(row["implementation"], 0), row.get("extra_bytes", 0))
+    sizes = {"weights and kernels": record["held_bytes"], "most beside them in any case": extra}
+    memory = [
+        f"{what}: {', '.join(f'{_label(name)} {format_bytes(size)}' for name, size in most.items())}"
+        for what, most in sizes.items()
+        if any(most.values())
+    ]
     if "prepare_free" in record:
         memory.append(f"prepare(model, free=True): {format_bytes(record['prepare_free']['bytes_after'])}")
-    tokens: list[str] = []
-    first = record["generated"].get(EAGER)
-    for name, found in record["generated"].items():
-        if found and first and name != EAGER:
-            # Rounding alone may change one token, and with it all behind it.
-            same = next((place for place, each in enumerate(found) if each != first[place]), len(found))
-            tokens.append(f"{_label(name)} {same}")
-    if tokens:
-        tokens = [f"greedy tokens like eager's, of {len(first)}, before the first other one: {', '.join(tokens)}"]
-    check = (
-        f"logits and each layer's experts are at most twice as far from {record['reference']} as transformers' own: "
-        f"bounds {record['bound']:.2g} and {record['layer_bound']:.2g}"
+    first = record["generated"].get(EAGER) or []
+    # Rounding alone may change one token, and with it all behind it.
+    same = [
+        f"{_label(name)} {[*map(operator.eq, found, first), False].index(False)}"
+        for name, found in record["generated"].items()
+        if found and first and name != EAGER
+    ]
+    tokens = (
+        [f"of {len(first)} greedy tokens, as many as eager's before one differs: {', '.join(same)}"] if same else []
     )
+    ran = {_label(name): check for name, check in record["checks"].items() if "norm" in check}
+    checks = [
+        f"distance of {what} from {record['reference']}, at most {record[bound]:.2g}: "
+        + ", ".join(f"{name} {check[key]:.2g}" for name, check in ran.items())
+        for what, key, bound in (("logits", "norm", "bound"), ("any layer's experts", "layers", "layer_bound"))
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     weights = "random weights" if record["random_weights"] else "its own weights"
     where = f"{record['layers']} MoE layers in {record['dtype']}, {weights}; {record['device']}, {versions}"
-    return {"Memory": memory, "Tokens": tokens, "Check": [check], "Where": [where, record["date"]]}
+    return {"Memory": memory, "Tokens": tokens, "Check": checks, "Where": [where, record["date"]]}
 
 
 def show(record: Mapping[str, Any]) -> None:

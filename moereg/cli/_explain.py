@@ -68,19 +68,24 @@ def explain_layer(
 def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
     """Selects for every layer with experts, as tensors' headers say, or else as transformers reads config.json."""
     from moereg.checkpoints import read_problems
+    from moereg.checkpoints._files import CheckpointFiles
     from moereg.integrations.transformers import LayerChoice, explain_model, grouped
 
     flags.check_no_checkpoint_facts()
     load_backends()  # A plugin's platforms are known once it is loaded.
     layers: tuple[LayerChoice, ...] = ()
+    with CheckpointFiles(path) as files:
+        folder = files.path
     notices = list(flags.notices())
     try:
         problems = read_problems(path, **flags.wishes())
         each = {one: explain_backends(one, flags.platform, **flags.request()) for one in {*problems.values()}}
         layers = tuple(LayerChoice(f"layers.{index}", "", one, each[one]) for index, one in problems.items())
     except CheckpointError as error:
+        if not folder.is_dir():
+            raise
         notices.append(f"from config.json alone: {error}")
-    layers = layers or explain_model(path, flags.platform, **flags.request(), **flags.wishes())
+    layers = layers or explain_model(folder, flags.platform, **flags.request(), **flags.wishes())
     # Each distinct layer's once.
     selections = {layer.problem: layer.selection for layer in layers if layer.selection}
     place = {problem: index for index, problem in enumerate(selections)}

@@ -28,8 +28,8 @@ _IMITATED: Final = (
     "after another, and takes an autotuner's first configuration"
 )
 _AS_PLUGIN: Final = (
-    "to ship it: moereg new-backend {name} --from {file}, which adds what a plugin needs beyond a file: an entry point "
-    f"in the group {BACKEND_GROUP}, moereg_api = {API_VERSION!r}, and imports of kernel libraries inside functions alone"
+    "to ship it: moereg new-backend {name} --from {file}; a plugin needs more than a file: an entry point in the group "
+    f"{BACKEND_GROUP}, moereg_api = {API_VERSION!r}, and imports of kernel libraries inside functions alone"
 )
 
 _MOST_SHOWN: Final = 12

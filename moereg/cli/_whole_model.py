@@ -84,6 +84,17 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     return {"norm": norm, "max": (delta.abs().max() / expected.abs().max()).item(), "same_token": agree}
 
 
+def implementations(experts: Sequence[torch.nn.Module]) -> list[str]:
+    """Names of what can run a model's experts: transformers' own, kernels of the Hub last, then moereg's."""
+    # Classes that moereg patches have one implementation of their own, and are seen as a whole.
+    seen = [module for module in experts if serving.has_interface(module)]
+    if not seen:
+        return [EAGER, PREPARED]
+    order = ("batched_mm", "grouped_mm")
+    theirs = [name for name in own_functions(seen[0]) if name not in (*serving.NAMES, *order)]
+    return [EAGER, *order, *theirs, OURS, PREPARED]
+
+
 class Decoding:
     """One token for each sequence of a batch.
 
@@ -143,13 +154,8 @@ class WholeModel:
         self.model, self.device, self.record = model, device, record
         register()
         self.experts = [each.module for each in find_experts(model)]
-        # Classes that moereg patches have one implementation of their own, and are seen as a whole.
         self._seen = [module for module in self.experts if serving.has_interface(module)]
-        theirs = [name for name in own_functions(self._seen[0]) if name not in serving.NAMES] if self._seen else []
-        # Kernels of the Hub come last.
-        order = ("batched_mm", "grouped_mm")
-        theirs.sort(key=lambda name: order.index(name) if name in order else len(order))
-        self.names = [EAGER, *theirs, *([OURS] if self._seen else []), PREPARED]
+        self.names = implementations(self.experts)
         self._served = {OURS: [serving.ServedExperts(module) for module in self.experts]} if self._seen else {}
         record["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         record["weights_bytes"], record["layers"] = memory.held_bytes(model), len(self.experts)

@@ -56,7 +56,7 @@ def say_gain(best: Selection, taken: Selection, weights: ExpertWeights, cure: st
     one, other = best.winner, taken.winner
     if one is None or one is other:
         return
-    copy = f"{one.label}, which reads a copy of the weights ({format_bytes(weights.num_bytes)} per layer)"
+    copy = f"{one.label}, which may keep a copy of the weights ({format_bytes(weights.num_bytes)} per layer)"
     if other is None:
         say_once(f"no kernel reads {best.problem.quant.name} weights in place here, so layers run on {copy}")
     else:

@@ -67,7 +67,7 @@ BAD_LINES = [
     ("run --checkpoint CK --layer 9", "got 9"),
     ("run --checkpoint CK --dtype int8", "unknown dtype"),
     ("run --checkpoint CK --quant mxfp8", "--quant cannot be combined"),
-    ("explain --checkpoint nowhere", "'nowhere' must be a directory with config.json"),
+    ("explain --checkpoint nowhere", "must hold config.json, got 'nowhere' without one"),
     ("explain --checkpoint CK --top-k 2", "--top-k cannot be combined with --checkpoint, which decides it"),
     ("explain --checkpoint CK --reasons", "--reasons is about one layer of a checkpoint; add --layer N"),
     ("explain --checkpoint CK --ep 2", "--ep is about one layer of a checkpoint; add --layer N"),

@@ -209,10 +209,17 @@ def test_help_is_short_and_has_examples(call: Call) -> None:
     assert len(re.findall(r"^ *moereg compare ", out, re.MULTILINE)) == 2
 
 
-def test_an_unknown_implementation_is_named(config_alone: Path, call: Call) -> None:
-    code, _, error = call(f"compare {config_alone} {SIZES} --random-weights --implementations moereg_prepare")
-    assert code == 2
-    assert "moereg_prepared" in error
+def test_bad_input_is_refused_before_anything_is_loaded(
+    config_alone: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "manual_seed", None)  # Random weights begin with it.
+    for options, expected in {
+        "--implementations moereg_prepare": "moereg_prepared",
+        f"--html {config_alone}/none/page.html": "--html must name a file in a folder that can be written to",
+    }.items():
+        code, _, error = call(f"compare {config_alone} {SIZES} --random-weights {options}")
+        assert code == 2
+        assert expected in error
 
 
 def row(name: str, ms: float, spread: float = 0.01, phase: str = "decode") -> dict[str, Any]:
@@ -232,10 +239,12 @@ def test_the_verdict_counts_neither_noise_nor_spread() -> None:
     found = verdict_of([row("eager", 13.1), row("moereg", 10.2), row("moereg_prepared", 10.0)])
     assert found["implementation"] == "moereg"
     found = verdict_of([row("eager", 10.2), row("moereg", 10.0)])
-    assert "ties with eager (1.02x)" in found["lines"][0]
+    assert "1.02x eager (a tie)" in found["lines"][0]
     assert "nothing is gained" in found["lines"][-1]
     found = verdict_of([row("eager", 12.0, 0.3), row("moereg", 10.0, 0.3)])
-    assert "ties with eager (1.20x)" in found["lines"][0]
+    assert "1.20x eager (within the noise)" in found["lines"][0]
+    found = verdict_of([row("eager", 12.0, 0.4), row("moereg", 10.0, 0.1)])
+    assert "vary up to 2.3 times" in found["lines"][1]
     found = verdict_of([row("eager", 9.0), row("grouped_mm", 8.0), row("moereg", 10.0)])
     assert "stay with model.set_experts_implementation('grouped_mm')" in found["lines"][-1]
     assert verdict_of([row("eager", 9.0)])["implementation"] is None

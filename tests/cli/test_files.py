@@ -105,8 +105,8 @@ def test_verify_interprets_a_file_in_triton_and_says_what_that_shows(triton_file
     plain = " ".join(out.split())
     assert "imitated: this shows numbers, not hardware; Triton's interpreter, for one, compiles nothing" in plain
     assert "my_triton: 3 checks passed" in plain
-    assert plain.endswith("moereg_api = '1' in its module, and imports of kernel libraries inside functions alone; "
-                          "moereg new-backend writes one")  # fmt: skip
+    assert f"to ship it: moereg new-backend my_triton --from {triton_file}" in out.replace("\n", "")
+    assert plain.endswith("moereg_api = '1', and imports of kernel libraries inside functions alone")
 
 
 @without_gpu
@@ -128,6 +128,7 @@ WRONG = {
         ODD,
         "grouped_product: load of 2 bytes at byte 144 of 'x'",
     ),
+    "no name": ("* up\n", "* missing\n", ODD, "NameError(\"name 'missing' is not defined\") (my_triton.py:37)"),
     "store": ("(route >= 0) & (column < N))", "route >= 0)", ODD, "bytes (lane 8 in my_triton.py:38)"),
 }
 
@@ -142,7 +143,17 @@ def test_usual_mistakes_in_triton_are_named(
     code, out, _ = call(f"verify {triton_file} --no-isolate --check {check}")
     assert code == 1
     assert message in " ".join(out.split())
-    assert "to install it as a plugin" not in out
+    assert "to ship it" not in out
+
+
+@pytest.mark.slow
+def test_a_configuration_that_no_gpu_of_the_kind_holds_is_named(triton_file: Path, call: Call) -> None:
+    first, second = '"BLOCK_N": 128, "BLOCK_K": 64}', '"BLOCK_N": 256, "BLOCK_K": 256}'
+    assert first in TRITON_SOURCE
+    triton_file.write_text(TRITON_SOURCE.replace(first, second))
+    code, out, _ = call(f"compile {triton_file} {SIZES} --dtype bfloat16 --platform h100 --tokens 4 --require my_triton")
+    assert code == 0
+    assert re.search(r"requires at most 232,448 bytes of shared memory, got [\d,]+ in my_triton:grouped_product", out)
 
 
 @without_gpu
