@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import itertools
 import json
 import math
 import os
@@ -77,7 +76,6 @@ class Job:
 
     problem: MoEProblem
     dispatchers: Sequence[str] = ()
-    batches: Sequence[int] = (1,)
     tokens: Sequence[int] = ()
     routings: Sequence[str] = ("uniform",)
     replicas: int | None = None
@@ -119,7 +117,7 @@ class Rank:
         return placement
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields a row per number of tokens, token dispatcher, number of parts and routing."""
+        """Yields a row per number of tokens, token dispatcher and routing."""
         for num_tokens in self.job.tokens:
             calls = {}
             for routing in self.job.routings:
@@ -128,8 +126,8 @@ class Rank:
                 calls[routing] = (whole[0], [Call(*(tensor[own].clone() for tensor in call)) for call in whole])
                 del whole
             alone_us = {routing: self._one_rank_us(num_tokens, routing) for routing in calls}
-            for dispatcher, num_batches in itertools.product(self.job.dispatchers, self.job.batches):
-                yield from self._rows_of(dispatcher, num_batches, num_tokens, calls, alone_us)
+            for dispatcher in self.job.dispatchers:
+                yield from self._rows_of(dispatcher, num_tokens, calls, alone_us)
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
 
@@ -148,16 +146,15 @@ class Rank:
     def _rows_of(
         self,
         dispatcher: str,
-        num_batches: int,
         num_tokens: int,
         calls: dict[str, tuple[Call, list[Call]]],
         alone_us: dict[str, float | None],
     ) -> Iterator[dict[str, Any]]:
         problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
-        empty = {"dispatcher": dispatcher, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
+        empty = {"dispatcher": dispatcher, "tokens": num_tokens, **NO_ROW}
         kernel, failure = None, ""
         try:
-            kernel = self._make_kernel(problem, dispatcher, num_batches)
+            kernel = self._make_kernel(problem, dispatcher)
         except GroupError:
             raise
         except MoeregError as error:
@@ -182,7 +179,7 @@ class Rank:
             return (chosen,)
         return (chosen, PlainWire(self.problem))
 
-    def _make_kernel(self, problem: MoEProblem, dispatcher: str, num_batches: int) -> MoEKernel:
+    def _make_kernel(self, problem: MoEProblem, dispatcher: str) -> MoEKernel:
         room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
         room *= self.problem.torch_dtype.itemsize
         if dispatcher == "low_latency" and room > _LARGEST_ROOM:
@@ -193,7 +190,6 @@ class Rank:
             group=dist.group.WORLD,
             prepare_finalize=dispatcher,
             expert_placement=self.placement,
-            num_batches=num_batches,
         )
 
     def _runs(self, kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor]) -> list[Run]:
@@ -282,7 +278,7 @@ NO_ROW: Final[dict[str, Any]] = {
     **dict.fromkeys(("repeats", "one_rank_error", "one_rank_equal", "captured", "time_us", "p10_us", "p90_us")),
     **dict.fromkeys(("one_rank_us", "over_one_rank", "bare_us", "bytes_out", "bytes_back")),
 }
-"""An empty row, except for its token dispatcher, number of parts and number of tokens."""
+"""An empty row, except for its token dispatcher and number of tokens."""
 
 
 def calls_of_group(
@@ -396,8 +392,7 @@ HEAD: Final = (
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row for people."""
-    dispatcher = f"{row['dispatcher']}, {row['batches']} parts" if row["batches"] > 1 else row["dispatcher"]
-    found = [f"{row['tokens']:,}", row["routing"], dispatcher, row["wire"], row["backend"] or ""]
+    found = [f"{row['tokens']:,}", row["routing"], row["dispatcher"], row["wire"], row["backend"] or ""]
     if row["failure"] or not row["passed"]:
         wrong = row["failure"] or f"WRONG {row['relative_error']} > {row['tolerance']}"
         return [*found, cell(wrong), *[""] * (len(HEAD) - len(found) - 1)]
@@ -435,7 +430,6 @@ def run_rank(options: argparse.Namespace, platform: Platform) -> int:
     job = Job(
         problem,
         tuple(dict.fromkeys(decision.name for decision in dispatcher.accepted)),
-        options.batches,
         counts,
         options.routing,
         options.replicas,
@@ -505,7 +499,6 @@ def main() -> int:
     parser.add_argument("--dispatchers", help="token dispatchers, as a,b; all that fit if left out")
     parser.add_argument("--tokens", type=_counts, help="of each rank, as 1,64")
     parser.add_argument("--routing", type=_routings, default=("uniform",), help="as uniform,zipf")
-    parser.add_argument("--batches", type=_counts, default=(1,), help="parts into which calls are cut, as 1,2")
     parser.add_argument("--replicas", type=int, help="so many experts twice, placed by the last routing's loads")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seed", type=int, default=0)

@@ -2,8 +2,8 @@
 
 `python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `benches.over_ranks`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
-that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `halves`, `more`,
-`zipf`, `sums` and `room`, in this order; all where none is named. Names of dispatchers and layers leave out others.
+that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`,
+`sums` and `room`, in this order; all where none is named. Names of dispatchers and layers leave out others.
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ def problem_of(layer: str) -> MoEProblem:
 
 
 class Item(NamedTuple):
-    """One measurement: some dispatchers at one number of tokens and one routing; `batches` parts of a call."""
+    """One measurement: some dispatchers at one number of tokens and one routing."""
 
     part: str
     layer: str
     tokens: int
     routing: str
     dispatchers: tuple[str, ...]
-    batches: int = 1
 
 
 def items(names: tuple[str, ...]) -> list[Item]:
@@ -65,8 +64,6 @@ def items(names: tuple[str, ...]) -> list[Item]:
     both, found = ("all_gather", "all_to_all"), []
     for tokens in (8192, 64):
         found += [Item("first", layer, tokens, "uniform", both) for layer in LAYERS]
-    for tokens in (8192, 1024):
-        found += [Item("halves", layer, tokens, "uniform", ("all_gather",), 2) for layer in LAYERS]
     for tokens in (1024, 1):
         found += [Item("more", layer, tokens, "uniform", both) for layer in LAYERS]
     for tokens in (8192, 64, 1024, 1):
@@ -100,7 +97,7 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
     from moereg.errors import EmulationWarning, MoeregError
 
     warnings.simplefilter("ignore", EmulationWarning)
-    left = [Item(*item[:4], tuple(item[4]), item[5]) for item in json.loads((folder / "left").read_text())]
+    left = [Item(*item[:4], tuple(item[4])) for item in json.loads((folder / "left").read_text())]
     has_gpus = torch.cuda.is_available()
     device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
     if has_gpus:
@@ -129,7 +126,6 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
         of_layer.job = dataclasses.replace(
             of_layer.job,
             dispatchers=item.dispatchers,
-            batches=(item.batches,),
             tokens=(item.tokens,),
             routings=(item.routing,),
         )

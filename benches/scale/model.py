@@ -31,7 +31,6 @@ __all__ = [
     "alone",
     "bare_us",
     "cost",
-    "in_halves",
     "row_bytes",
     "wire_bytes",
 ]
@@ -215,16 +214,6 @@ def cost(layer: Layer, dispatcher: Dispatcher, num_ranks: int, num_tokens: int, 
 def alone(layer: Layer, num_ranks: int, num_tokens: int, routing: str = "uniform", balanced: bool = False) -> float:
     """The slowest rank's experts, with its share of experts and routes and nothing to move."""
     return cost(layer, _SUMS, num_ranks, num_tokens, routing, balanced).kernel_us
-
-
-def in_halves(layer: Layer, dispatcher: Dispatcher, num_ranks: int, num_tokens: int) -> float:
-    """The time of a call in two parts, under uniform routing.
-
-    The first part's tokens and the last part's results move alone, everything else beside the other part's experts.
-    """
-    half = cost(layer, dispatcher, num_ranks, num_tokens // 2, "uniform", balanced=False)
-    moved = half.move_us + half.rows_us
-    return moved + max(2 * half.kernel_us, moved)
 
 
 def bare_us(layer: Layer, num_ranks: int, num_tokens: int, captured: bool = False) -> float:

@@ -17,7 +17,6 @@ from benches.scale.model import (
     alone,
     bare_us,
     cost,
-    in_halves,
     wire_bytes,
 )
 from benches.scale.routes import num_replicas, shares
@@ -222,33 +221,14 @@ def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
             if bench["ranks"] != 2 or bench["balanced"]:
                 continue
             for row in bench["rows"]:
-                if row["routing"] == "uniform":
+                # Files have rows of calls in two parts, which moereg no longer splits.
+                if row["routing"] == "uniform" and row.get("batches", 1) == 1:
                     name = row["dispatcher"].replace("_sums", ", sums")
                     if "float8" in row["wire"]:
                         name += ", fp8"
-                    if row.get("batches", 1) > 1:
-                        name += f", {row['batches']} parts"
                     key = bench["model"], bench["problem"]["quant"], name, row["tokens"]
                     found[key] = {**row, "commit": document["commit"]}
     return found
-
-
-def halves_table() -> str:
-    """`all_gather` over two ranks in two parts, of which one moves while the other is multiplied."""
-    measured = _measurements()
-    lines = []
-    for layer in LAYERS:
-        for tokens in (1024, 8192):
-            for dispatcher in dispatchers_of(layer):
-                if dispatcher.registered != "all_gather":
-                    continue
-                whole = cost(layer, dispatcher, 2, tokens, "uniform", balanced=False)
-                total, kernel = in_halves(layer, dispatcher, 2, tokens), whole.kernel_us
-                found = measured.get((layer.model, layer.quant, f"{dispatcher.name}, 2 parts", tokens))
-                line = [layer.name, f"{tokens:,}", dispatcher.name, f"{whole.total_us:,.0f}", f"{total:,.0f}"]
-                lines.append([*line, f"{total / kernel:.2f}", *_measured_cells(found, total)])
-    header = ["layer", "T per rank", "dispatcher", "predicted whole us", "in two parts us", "over alone"]
-    return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
 
 
 def one_rank_table() -> str:
@@ -311,6 +291,5 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "replicas": replicas_table,
     "one_rank": one_rank_table,
     "floors": floors_table,
-    "halves": halves_table,
     "predictions": predictions_table,
 }

@@ -39,13 +39,12 @@ from moereg.evidence.on_machine import (
 )
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.ranges import RangeExperts, only_candidate
-from moereg.layer.train_op import CallTensors, most_saved_bytes
+from moereg.layer.train_op import CallTensors, Tokens, most_saved_bytes
 from moereg.numerics.gradients import Comparison, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.prepare_finalize import resolve_prepare_finalize
-from moereg.prepare_finalize.overlap import Tokens
 from moereg.quantize import activation_scale
 from moereg.registry import BackendCell
 from moereg.runtime.graph_pools import outside_pools

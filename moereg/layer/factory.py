@@ -52,7 +52,6 @@ def make_kernel(
     group: Any = None,
     own_weights: bool = False,
     expert_placement: ExpertPlacement | None = None,
-    num_batches: int = 1,
 ) -> MoEKernel:
     """Permutes weights for the selected backend and returns the layer, ready to run.
 
@@ -80,8 +79,6 @@ def make_kernel(
             then keeps these tensors, reads them in place, and backpropagates into them.
         expert_placement: Which rank of the group holds which experts, replicas included; None means equal slices in
             rank order.
-        num_batches: Parts of a call over a group; with 2, one part's tokens move while the other is multiplied, which
-            pays if both take long. Each part has room for its share of `max_num_tokens`.
 
     Returns:
         The kernel. It outputs the whole sum, or without communication this rank's part.
@@ -113,14 +110,14 @@ def make_kernel(
     if selection is not None:
         check_instance("selection", selection, Selection, "make one with select_backend(problem)")
     check_flag("own_weights", own_weights)
-    check_count("num_batches", num_batches)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
     if group is not None:
-        asked = LayerArguments(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
+        asked = LayerArguments(prepare_finalize, expert_map, expert_placement, ep_rank)
         return _over_group(problem, weights, group, selection, asked, own_weights)
-    if expert_placement is not None or num_batches != 1:
-        named = "num_batches" if expert_placement is None else "expert_placement"
-        raise ArgumentError(f"{named} needs the group of ranks that tokens move between, got none; pass group=...")
+    if expert_placement is not None:
+        raise ArgumentError(
+            "expert_placement needs the group of ranks that tokens move between, got none; pass group=..."
+        )
     make = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights)
     selection = selection or select_backend(problem)
     while True:

@@ -19,11 +19,10 @@ from moereg.layer.checks import check_call, check_no_alias, check_no_transform, 
 from moereg.layer.held_weights import HeldWeights
 from moereg.layer.move_experts import move_experts
 from moereg.layer.ranges import RangedExperts, RangeExperts, Reads
-from moereg.layer.train_op import CallTensors, cut_saved, joined, run_training, trains, wants_gradient
+from moereg.layer.train_op import CallTensors, Tokens, cut_saved, joined, run_training, trains, wants_gradient
 from moereg.layer.warm_up import WarmUp, warm_up
-from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
+from moereg.prepare_finalize import GroupPrepareFinalize, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
-from moereg.prepare_finalize.overlap import Tokens, run_over_group
 from moereg.runtime.torch_op import new_handle, run_compiled
 from moereg.runtime.torch_state import fp32_is_exact, plain_torch
 from moereg.spec.problem import MoEProblem
@@ -197,8 +196,8 @@ class MoEKernel:
         """Counts calls of the experts by their number of tokens, since the kernel was made.
 
         Counts what runs on the host, in eager and compiled code, and what `count` is told. A captured call counts once;
-        its replays do not. Over a group these are tokens that arrive, padding included, once for each part of a call.
-        Calls without tokens run no experts and do not count. Threads that call at once may lose a count.
+        its replays do not. Over a group these are tokens that arrive, padding included. Calls without tokens run no
+        experts and do not count. Threads that call at once may lose a count.
 
         Returns:
             {power of two: calls with at most so many tokens and more than half as many}, ascending, none of 0.
@@ -427,17 +426,14 @@ class MoEKernel:
         topk_ids = ids_in_32_bits(topk_ids, problem)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
-            tokens = Tokens(hidden_states, topk_weights, topk_ids)
-            run_over_group(moves, tokens, out, self.expert_map, self.run_experts)
+            with moves.called(self._device):
+                prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, reads.expert_map)
+                moves.finalize(out, self.ranged.run(prepared, reads.weights), prepared, problem)
             return
         prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, reads.expert_map)
         expert_out = self.ranged.run(prepared, reads.weights, out)
         if expert_out is not out:
             moves.finalize(out, expert_out, prepared, problem)
-
-    def run_experts(self, prepared: Prepared) -> torch.Tensor:
-        """The rows, new, that the experts make of what arrived from other ranks."""
-        return self.ranged.run(prepared, self.held.now)
 
     def __dir__(self) -> list[str]:
         """The names for users, without those that only moereg's other modules use."""

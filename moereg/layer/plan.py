@@ -41,7 +41,6 @@ class LayerArguments(NamedTuple):
     expert_map: torch.Tensor | None
     expert_placement: ExpertPlacement | None
     ep_rank: int
-    num_batches: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +71,9 @@ def plan_layer(
         weights.check_against(problem)
     except Exception as raised:
         error = raised
-    expert_map, num_batches = asked.expert_map, asked.num_batches
+    expert_map = asked.expert_map
     common = {name: value for name, value in problem.to_dict().items() if name not in _OF_ONE_RANK}
     said = {"moereg": __version__, "torch": torch.__version__, "device": device.type, **common}
-    said["num_batches"] = num_batches
     own = None if expert_map is None or placement is not None or error else expert_map.tolist()
     known = agree(group, "what they were given", said, error, (own, group.num_layers))
     maps = [mapping for mapping, _ in known]
@@ -83,13 +81,10 @@ def plan_layer(
     number = 1 + max(made for _, made in known)
     group.add_layer(number, f"E{problem.num_experts} H{problem.hidden_size} I{problem.intermediate_size}")
     plan, said = None, {}
-    # The experts see one part of a call at a time.
-    most = problem.max_num_tokens
-    part = dataclasses.replace(problem, max_num_tokens=None if most is None else -(-most // num_batches))
     try:
         if placement is None:
             placement = _placement_of(maps, problem.num_experts)
-        plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
+        plan, said = _chosen(problem, group, placement, device, selection, asked.prepare_finalize)
     except Exception as raised:
         error = raised
     known = agree(group, "what they would choose", {}, error, (said, plan.selection.measured if plan else ""))
@@ -107,13 +102,11 @@ def plan_layer(
             notice = "the measured times are not used: by theirs, ranks of the group would choose differently"
             selection = unmeasured(plan.selection)
             selection = dataclasses.replace(selection, notices=(*selection.notices, notice))
-            plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
+            plan, said = _chosen(problem, group, placement, device, selection, asked.prepare_finalize)
         elif any(digests):
             # Times of other digests that choose the same plan; the fingerprints of ranks are equal.
             plan = dataclasses.replace(plan, selection=dataclasses.replace(plan.selection, measured=digests[0]))
-        plan = dataclasses.replace(plan, problem=problem)
         if isinstance(plan.prepare_finalize, GroupPrepareFinalize):
-            plan.prepare_finalize.num_batches = num_batches
             plan.prepare_finalize.layer_number = number
     except Exception as raised:
         error = raised

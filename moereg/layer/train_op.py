@@ -14,7 +14,6 @@ import torch
 from moereg.errors import GradientError
 from moereg.experts import SavedShapes
 from moereg.kernels.sizes import GUARD_ROWS
-from moereg.prepare_finalize.overlap import Tokens
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 from moereg.spec.problem import MoEProblem
@@ -121,6 +120,14 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
         tensors[name] = saved[start : start + num_bytes].view(dtype).view(shape)
         start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     return tensors
+
+
+class Tokens(NamedTuple):
+    """The arguments of a call, which travel together."""
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
 
 
 class CallTensors(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Final
 
 import torch
@@ -18,6 +20,7 @@ from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import DispatcherFacts
 from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.weights.checks import checks_values
 
 OVER_TORCH: Final = DispatcherFacts(
     transports=frozenset({"cuda:nccl", "cpu:gloo"}),
@@ -59,12 +62,10 @@ class GroupPrepareFinalize(PrepareFinalize):
         group: The ranks.
         tables: Which rank holds which expert, on the weights' device.
         wire: How tokens travel.
-        num_batches: Parts into which a call is cut, so that one moves while another is computed.
         layer_number: The layer's number among those made over the group, from 1; the same on all ranks.
         has_met: Whether all ranks have once called the layer at the same time.
     """
 
-    num_batches: int = 1
     layer_number: int = 0
     has_met: bool = False
     facts: ClassVar[DispatcherFacts] = DispatcherFacts()
@@ -86,6 +87,25 @@ class GroupPrepareFinalize(PrepareFinalize):
         other = copy.copy(self)
         other.layer_number, other.has_met = self.group.copy_layer(self.layer_number), False
         return other
+
+    @contextlib.contextmanager
+    def called(self, device: torch.device) -> Iterator[None]:
+        """Surrounds a call, which all ranks make together; no other thread of this process uses the group meanwhile.
+
+        On a CPU each call checks that ranks call the same layer. On a GPU the host would have to wait for the other
+        hosts, so it is checked in the layer's first call, where a call is captured, and with MOEREG_DEBUG=1 in each
+        call that is not a graph's replay. A dispatcher whose host waits for counts sends the layer's number with them
+        in every call.
+
+        Raises:
+            GroupError: Ranks call different layers, another thread uses the group, or a rank has ended or stalled.
+        """
+        with self.group.exclusive(f"call {self.group.named_layer(self.layer_number)}"):
+            is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not self.has_met or is_captured or checks_values(device):
+                self.group.call_together(self.layer_number)
+                self.has_met = True
+            yield
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:

@@ -13,14 +13,14 @@ from tests.cli.command import printed
 @pytest.mark.slow
 def test_every_dispatcher_over_two_ranks_computes_what_one_rank_does() -> None:
     line = "--ranks 2 --sizes 8,2,128,64 --dtype float32 --platform cpu --json --whole"
-    line += " --tokens 3,9 --routing uniform,zipf --rounds 3 --replicas 2 --batches 1,2"
+    line += " --tokens 3,9 --routing uniform,zipf --rounds 3 --replicas 2"
     rows = [json.loads(text) for text in printed("-m", "benches.over_ranks", *line.split()).splitlines()]
     dispatchers = {row["dispatcher"] for row in rows}
     assert dispatchers == {"all_to_all", "all_gather", "low_latency"}
-    kinds = {(row["dispatcher"], row["tokens"], row["routing"], row["batches"]) for row in rows}
-    assert len(rows) == len(kinds) == len(dispatchers) * 2 * 2 * 2
+    kinds = {(row["dispatcher"], row["tokens"], row["routing"]) for row in rows}
+    assert len(rows) == len(kinds) == len(dispatchers) * 2 * 2
     for row in rows:
-        assert set(row) == {"dispatcher", "batches", "tokens", *NO_ROW}
+        assert set(row) == {"dispatcher", "tokens", *NO_ROW}
         assert row["failure"] is None
         assert row["passed"]
         assert row["repeats"]

@@ -25,7 +25,7 @@ from moereg.experts import ExpertInputs
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
-from moereg.prepare_finalize import Group, GroupPrepareFinalize, overlap
+from moereg.prepare_finalize import Group, GroupPrepareFinalize, moving
 from moereg.registry import REGISTRY, register_moe_backend
 from moereg.selection.loader import load_backends
 from moereg.selection.result import Selection
@@ -168,15 +168,6 @@ def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
         REGISTRY.restore(before)
 
 
-def in_two_parts(rank: int, size: int) -> dict[str, Any]:
-    """The second part has no tokens on the ranks that have one."""
-    problem = problem_of()
-    weights = numbers_of(problem)
-    own = share_of(weights, rank, size)
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize="low_latency", num_batches=2)
-    return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
-
-
 def float16_beyond_its_range(rank: int, size: int) -> dict[str, float]:
     """By dispatcher, the error of results beyond 65,504 or with few digits unweighted, or of ranks' sums of such."""
     errors: dict[str, float] = {}
@@ -268,7 +259,6 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "other_problems": ({"top_k": 2 + rank % 2}, {}),
         "other_dispatchers": ({}, {"prepare_finalize": "all_to_all" if rank else "all_gather"}),
         "other_rooms": ({"max_num_tokens": MOST_TOKENS + rank}, {"prepare_finalize": "all_gather"}),
-        "other_numbers_of_parts": ({}, {"num_batches": 1 + rank}),
         "experts_that_do_not_divide": ({"num_experts": 13}, {}),
         "capture_with_counts": ({"graph_capture": True}, {"prepare_finalize": "all_to_all"}),
         # The weights of rank 0 are not those of its problem.
@@ -414,7 +404,7 @@ def as_on_a_gpu(rank: int, size: int) -> dict[str, Any]:
         moves.group.device = torch.device("cuda")
     store = dist.group.WORLD.get_group_store()
     with (
-        mock.patch.object(overlap, "checks_values", return_value=False),
+        mock.patch.object(moving, "checks_values", return_value=False),
         mock.patch.object(Group, "gather_numbers", autospec=True, side_effect=Group.gather_numbers) as gathered,
     ):
         texts = [error_of_calling(layers[rank], rank)]

@@ -23,14 +23,12 @@ MOST_TOKENS = 16
 FACTS = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
 
 
-def layer_of(
-    rank: int, size: int, dispatcher: str, num_batches: int = 1, **changes: Any
-) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
+def layer_of(rank: int, size: int, dispatcher: str, **changes: Any) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
     problem = MoEProblem(**{**FACTS, **changes})
     device = torch.device("cuda", torch.cuda.current_device())
     weights = make_weights(problem, device)
     own = share_of(weights, rank, size)
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher, num_batches=num_batches)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=dispatcher)
     return problem, kernel, make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
 
 
@@ -167,8 +165,6 @@ def seen_by_experts(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
     return as_bytes(rows[places < inputs.expert_num_tokens.unsqueeze(1)]), inputs.expert_num_tokens
 
 
-two_batches = functools.partial(compared, dispatcher="all_to_all", num_batches=2)
-two_batches_captured = functools.partial(captured, dispatcher="all_gather", num_batches=2)
 all_to_all = functools.partial(compared, dispatcher="all_to_all")
 all_to_all_sums = functools.partial(compared, dispatcher="all_to_all_sums")
 all_to_all_sums_fp8 = functools.partial(compared, dispatcher="all_to_all_sums", quant="fp8_block128")

@@ -11,7 +11,7 @@ from moereg.prepare_finalize.ranks_agree import differences
 from tests.groups.ranks import results_of, value_of
 
 EQUAL: Final = (
-    *("chosen_without_a_word", "all_to_all", "all_gather", "all_gather_deterministic", "low_latency", "in_two_parts"),
+    *("chosen_without_a_word", "all_to_all", "all_gather", "all_gather_deterministic", "low_latency"),
     *("all_to_all_batched", "all_gather_batched", "all_to_all_sums", "all_to_all_sums_batched", "maps_of_ranks"),
     *("weights_on_inputs", "weights_on_gathered_inputs", "weights_on_summed_inputs", "weights_on_placed_inputs"),
     *("replicas_all_to_all", "replicas_all_to_all_sums", "replicas_all_gather", "replicas_low_latency"),
@@ -23,7 +23,6 @@ REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
     "other_dispatchers": "RanksDifferError: all ranks must run the same layer, got dispatcher all_gather on rank 0, ",
     "other_rooms": "RanksDifferError: all ranks must run the same layer, got max_num_tokens 8 on rank 0, 9 on rank 1;",
-    "other_numbers_of_parts": "RanksDifferError: all ranks must run the same layer, got num_batches 1 on rank 0, 2 on ",
     "experts_that_do_not_divide": "ArgumentError: a group's ranks must divide the experts where no map says who holds",
     "capture_with_counts": "UnsupportedProblemError: no token dispatcher fits .*nearest is all_to_all: waits for c",
 }

@@ -147,7 +147,8 @@ def moved(rank: int, size: int, dispatcher: Dispatcher) -> dict[str, Any]:
             moves.wire.in_triton = in_triton
             out = kernel(*inputs)
             prepared = moves.prepare(*inputs, moves.experts_problem, kernel.expert_map)
-            moves.finalize(torch.empty_like(out), kernel.run_experts(prepared), prepared, moves.experts_problem)
+            rows = kernel.ranged.run(prepared, kernel.weights)
+            moves.finalize(torch.empty_like(out), rows, prepared, moves.experts_problem)
             found.append((out, *seen_by_experts(prepared.inputs)))
         equal = equal and all(torch.equal(mine[0], each) for mine in zip(*found, strict=True) for each in mine)
     seen: list[str] = []
@@ -160,7 +161,7 @@ def moved(rank: int, size: int, dispatcher: Dispatcher) -> dict[str, Any]:
     with noted(seen):
         prepared = moves.prepare(*inputs, moves.experts_problem, kernel.expert_map)
     seen.append("experts")
-    expert_out = kernel.run_experts(prepared)
+    expert_out = kernel.ranged.run(prepared, kernel.weights)
     with noted(seen):
         moves.finalize(out, expert_out, prepared, moves.experts_problem)
     return {"equal": equal, "launches": seen, "expected": dispatcher.launches, "wire": moves.wire.name}
