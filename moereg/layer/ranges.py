@@ -67,7 +67,7 @@ class RangedExperts:
 
         Args:
             prepared, weights: What they read.
-            out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
+            out: [T,H] for reduced output, new if None; other forms use scratch memory.
         """
         num_tokens = prepared.num_tokens
         if num_tokens == 0:
@@ -75,13 +75,11 @@ class RangedExperts:
         self.count(num_tokens)
         sizes = self._sizes.get(num_tokens) or self._find_sizes(num_tokens)
         experts, is_sent = sizes.range.experts, out is None
-        if out is None:
-            # The results may leave on another stream while these experts run again.
-            out = torch.empty(sizes.rows, dtype=experts.rows_dtype, device=self._device)
-            workspace13, workspace2 = self.scratch(sizes.range, sizes.scratch[:2])
-        else:
-            workspace13, workspace2, *rows = self.scratch(sizes.range, sizes.scratch)
-            out = rows[0].view(experts.rows_dtype) if rows else out
+        workspace13, workspace2, *rows = self.scratch(sizes.range, sizes.scratch)
+        if rows:
+            out = rows[0].view(experts.rows_dtype)
+        elif out is None:
+            out = torch.empty((num_tokens, self._problem.hidden_size), dtype=experts.rows_dtype, device=self._device)
         names = {"workspace13": workspace13, "workspace2": workspace2}
         try:
             experts.apply(out=out, inputs=prepared.inputs, weights=weights, **names)
@@ -114,12 +112,12 @@ class RangedExperts:
         problem, experts = self._problem, served.experts
         shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
         if experts.output_form == "reduced":
-            return _CallSizes(served, (num_tokens, problem.hidden_size), shapes)
+            return _CallSizes(served, shapes)
         is_batched = experts.output_form == "per_expert"
         rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
         # All scratch has the problem's dtype.
         width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
-        return _CallSizes(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
+        return _CallSizes(served, (*shapes, (*rows, width)))
 
 
 class Reads(NamedTuple):
@@ -134,12 +132,10 @@ class _CallSizes(NamedTuple):
     """The range that serves a number of tokens, and what a call needs.
 
     Attributes:
-        rows: Shape of the experts' output.
         scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
     """
 
     range: RangeExperts
-    rows: tuple[int, ...]
     scratch: tuple[tuple[int, ...], ...]
 
 
