@@ -194,7 +194,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_a_fault_that_shows_when_outputs_are_compared_is_named(lost: list[bool]) -> None:
     found = measure(doing(lambda out, inputs, weights: lost.append(True)))
     assert found["Doing"].failure.startswith(
-        f"backend 'fake_hostile' of {HOSTILE} raised in Doing.apply: RuntimeError: {FAULT}; do without it (--deny fake"
+        f"backend 'fake_hostile' of {HOSTILE} raised in Doing.apply: RuntimeError: {FAULT} (test_compare_hostile.py:"
     )
     for name in set(found) - {"Doing"}:
         assert found[name].failure == (

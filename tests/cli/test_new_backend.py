@@ -303,5 +303,5 @@ def test_the_printed_commands_work_as_they_are(options: str, environment: Enviro
     lines = [line.partition("  #")[0] for line in printed if line.startswith(("  pip ", "  moereg "))]
     installed, explained, verified = (environment.run(Command(line, 0, ()), tmp_path) for line in lines)
     assert "Successfully installed" in installed
-    assert re.search(rf"^\W*chosen +{name} +moereg-", explained, re.MULTILINE), explained
+    assert re.search(rf"^\W*chosen +{name} \(\w+\) of moereg-", explained, re.MULTILINE), explained
     assert re.search(rf"^{name}: \d+ checks passed in", verified, re.MULTILINE), verified

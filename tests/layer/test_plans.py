@@ -169,7 +169,7 @@ def test_errors_name_the_backend_that_ran() -> None:
         ranges = [(4, experts_of()), (16, experts_of(1.0, FakeExperts, **members)), (None, experts_of())]
         kernel = planned(ranges)
         assert call(kernel, make_inputs(kernel.problem, 3, "uniform", CPU)).shape == (3, 16)
-        text = f"backend 'b' of {experts_of.__module__} raised in Shared.{step}: RuntimeError: a bug; do without it ("
+        text = f"backend 'b' of {experts_of.__module__} raised in Shared.{step}: RuntimeError: a bug (test_plans.py:"
         with pytest.raises(BackendError, match=re.escape(text)) as found:
             call(kernel, make_inputs(kernel.problem, 5, "uniform", CPU))
         assert found.value.backend == "b"
