@@ -51,9 +51,9 @@ def _quantize_tokens_kernel(
         codes = encode(divide(values, scale), DTYPE, MIN_CODE, MAX_CODE)  # [TOKENS, BLOCK]
         groups = tl.arange(0, 1)[None, :]  # [1, 1]
     rows = tokens.to(tl.int64)
-    tl.store(q + rows * size + columns, codes, mask=inside & (columns < size))
     stored = stored.to(scales.dtype.element_ty)
     tl.store(scales + rows * num_groups + groups, stored, mask=inside & (groups < num_groups))
+    tl.store(q + rows * size + columns, codes, mask=inside & (columns < size))
 
 
 def quantize_tokens(q: torch.Tensor, scales: torch.Tensor, hidden_states: torch.Tensor, fmt: RowFormat) -> None:
