@@ -44,11 +44,10 @@ from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, current_platform, probe_cpu
-from moereg.prepare_finalize import AllGather, AllToAll, GroupFacts, GroupPrepareFinalize, LowLatency
+from moereg.prepare_finalize import AllGather, AllToAll, GroupFacts, GroupPrepareFinalize
 from moereg.prepare_finalize.eplb import balance_experts, count_routes
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
 from moereg.prepare_finalize.wire import PlainWire, Wire
-from moereg.runtime.memory import format_bytes
 from moereg.selection.dispatcher import explain_dispatchers
 from moereg.selection.modules import import_modules
 from moereg.spec.model_shapes import get_shape
@@ -59,9 +58,6 @@ _BATCH_SECONDS: Final = 2e-3
 _MOST_AT_A_TIME: Final = 8
 _LEAVING_SECONDS: Final = 20.0
 _LIMIT_SECONDS: Final = 120.0  # Of a collective.
-
-_LARGEST_ROOM: Final = 4e9
-"""Most bytes of a rank's receive slots, in both directions; token dispatchers that need more are skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +150,13 @@ class Rank:
         empty = {"dispatcher": dispatcher, "tokens": num_tokens, **NO_ROW}
         kernel, failure = None, ""
         try:
-            kernel = self._make_kernel(problem, dispatcher)
+            kernel = make_kernel(
+                problem,
+                self.weights,
+                group=dist.group.WORLD,
+                prepare_finalize=dispatcher,
+                expert_placement=self.placement,
+            )
         except GroupError:
             raise
         except MoeregError as error:
@@ -174,23 +176,10 @@ class Rank:
 
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
         """The chosen wire format, plus 16 bits if token dispatcher and experts also take that."""
-        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
+        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll))
         if isinstance(chosen, PlainWire) or not takes_both or self.job.whole:
             return (chosen,)
         return (chosen, PlainWire(self.problem))
-
-    def _make_kernel(self, problem: MoEProblem, dispatcher: str) -> MoEKernel:
-        room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
-        room *= self.problem.torch_dtype.itemsize
-        if dispatcher == "low_latency" and room > _LARGEST_ROOM:
-            raise MoeregError(f"left out: room for every token at every expert takes {format_bytes(room)} a rank")
-        return make_kernel(
-            problem,
-            self.weights,
-            group=dist.group.WORLD,
-            prepare_finalize=dispatcher,
-            expert_placement=self.placement,
-        )
 
     def _runs(self, kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor]) -> list[Run]:
         """Like `kernel_runs`, but first calls the kernel with each of the calls, whose sizes over ranks differ."""

@@ -72,10 +72,10 @@ class _LibraryExperts(Experts):
 
         assert self.computes.activation is not None
         fmt = row_format(self.computes.activation)
-        codes = torch.empty((1, *x.shape), dtype=fmt.dtype, device=x.device)
-        scale = torch.empty((1, len(x), fmt.num_groups(x.shape[1])), dtype=torch.float32, device=x.device)
+        codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
+        scale = torch.empty((len(x), fmt.num_groups(x.shape[1])), dtype=torch.float32, device=x.device)
         quantize_tokens(codes, scale, x, fmt)
-        return codes[0], scale[0]
+        return codes, scale
 
 
 class _HpcOpsExperts(_LibraryExperts):

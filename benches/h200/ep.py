@@ -2,8 +2,8 @@
 
 `python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `benches.over_ranks`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
-that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`,
-`sums` and `room`, in this order; all where none is named. Names of dispatchers and layers leave out others.
+that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `more`, `zipf`
+and `sums`, in this order; all where none is named. Names of dispatchers and layers leave out others.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ def items(names: tuple[str, ...]) -> list[Item]:
         found += [Item("zipf", layer, tokens, "zipf", both) for layer in LAYERS]
     for tokens in (8192, 64, 1024, 1):
         found += [Item("sums", layer, tokens, "uniform", ("all_to_all_sums",)) for layer in LAYERS]
-    for tokens in (64, 1, 1024):
-        found += [Item("room", layer, tokens, "uniform", ("low_latency",)) for layer in LAYERS]
     groups = (
         {item.part for item in found},
         set(LAYERS),

@@ -35,7 +35,7 @@ LAYERS: Final[dict[str, Any]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8},
     "deepseek-v3/8": {"num_experts": 32, "hidden_size": 7168, "intermediate_size": 2048, "top_k": 8},
 }
-DISPATCHERS: Final = ("all_gather", "low_latency", "all_to_all")
+DISPATCHERS: Final = ("all_gather", "all_to_all")
 TOKENS: Final = (1, 16, 64, 256)
 CALLS: Final = 50
 
@@ -82,8 +82,7 @@ def bare(moves: GroupPrepareFinalize, num_tokens: int, dispatcher: str) -> Calla
             moves.group.reduce_scatter(mine, sums, "bytes")
 
         return gather_and_reduce
-    rows = problem.num_experts * num_tokens if dispatcher == "low_latency" else num_tokens * min(size, problem.top_k)
-    results = rows if dispatcher == "low_latency" else num_tokens * problem.top_k
+    rows, results = num_tokens * min(size, problem.top_k), num_tokens * problem.top_k
     rows, results = -(-rows // size) * size, -(-results // size) * size
     there = torch.zeros(2, rows, sum(moves.wire.widths), dtype=torch.uint8, device="cuda")
     home = torch.zeros(2, results, back, dtype=torch.uint8, device="cuda")

@@ -103,7 +103,6 @@ MODELLED: Final = (
     Dispatcher("all_to_all, sums", False, "`all_to_all_sums`: as the first, but one row per rank back, summed there"),
     Dispatcher("all_gather", True, "all tokens to all ranks; a reduce-scatter of sums back"),
     Dispatcher("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
-    Dispatcher("low_latency", True, "over NCCL: T slots per rank at each expert, filled or not, both ways"),
 )
 
 
@@ -188,14 +187,12 @@ def wire_bytes(layer: Layer, dispatcher: Dispatcher, num_tokens: int, ranks: Seq
     # A rank sends to all others, and the busiest one receives from all others.
     tokens = max(sum(share.reached for share in ranks) / len(ranks), max(share.reached for share in ranks)) * others
     routes = max(share.routes for share in ranks) * others
-    room = float(max(share.experts for share in ranks) * others)
     rows_out, rows_back = {
         "all_to_all": (tokens, routes),
         "all_to_all, fp8": (tokens, routes),
         "all_to_all, sums": (tokens, tokens),
         "all_gather": (others, others),
         "all_gather, fp8": (others, others),
-        "low_latency": (room, room),
     }[dispatcher.name]
     return num_tokens * rows_out * out, num_tokens * rows_back * back
 
@@ -243,8 +240,6 @@ def _cost(layer: Layer, dispatcher: Dispatcher, num_tokens: int, ranks: Sequence
         passed += 2 * max(share.routes for share in ranks) * num_tokens * size * token
     rows = ASSUMED.sort_us + passed / rate
     move = sum(_collective("all_to_all_single", sent, size, captured=True) for sent in (out, back))
-    if dispatcher.captured:
-        return Cost(kernel, move, rows)
     sizes = _collective("all_to_all_single", 16.0 * size, size, captured=True)
     return Cost(kernel, move + sizes, rows, ASSUMED.eager_us)
 

@@ -32,6 +32,8 @@ _TOKENS: Final = (1, 16, 64, 256, 1024, 8192)
 _MEASURED: Final = "h200_ep.json"
 _MEASURED_BEFORE: Final = "h200_ep_*.json"
 """Rows of earlier code that the file above lacks."""
+_REGISTERED: Final = {dispatcher.registered for dispatcher in MODELLED}
+"""Files also have rows of a dispatcher that moereg no longer has."""
 _CAPTURED: Final = {dispatcher.registered for dispatcher in MODELLED if dispatcher.captured}
 _FLOORS: Final = {"qwen3-30b-a3b": 1.35, "gpt-oss-120b": 1.25, "deepseek-v3": 1.2}
 
@@ -169,8 +171,6 @@ def predictions_table() -> str:
         for tokens in (1, 64, 1024, 8192):
             kernel, bare = alone(layer, 2, tokens), bare_us(layer, 2, tokens)
             for dispatcher in dispatchers_of(layer):
-                if dispatcher.name == "low_latency" and tokens > 1024:
-                    continue  # Nobody makes room for them.
                 total = cost(layer, dispatcher, 2, tokens, "uniform", balanced=False).total_us
                 found = measured.get((layer.model, layer.quant, dispatcher.name, tokens))
                 lines.append(
@@ -222,7 +222,7 @@ def _measurements() -> dict[tuple[str, str, str, int], dict[str, Any]]:
                 continue
             for row in bench["rows"]:
                 # Files have rows of calls in two parts, which moereg no longer splits.
-                if row["routing"] == "uniform" and row.get("batches", 1) == 1:
+                if row["routing"] == "uniform" and row.get("batches", 1) == 1 and row["dispatcher"] in _REGISTERED:
                     name = row["dispatcher"].replace("_sums", ", sums")
                     if "float8" in row["wire"]:
                         name += ", fp8"
@@ -236,6 +236,8 @@ def one_rank_table() -> str:
     document = json.loads((RESULTS / "h200_group_of_one.json").read_text(encoding="utf-8"))
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in document["rows"]:
+        if row["dispatcher"] not in _REGISTERED:
+            continue
         key = f"{row['layer']} {row['quant']}", row["dispatcher"], "graph" if row["dispatcher"] in _CAPTURED else "call"
         parts = f"{row['experts']:.0f} + {row['collectives']:.0f}: {row['call']:.0f} ({row['beyond']:+.1f})"
         found.setdefault(key, {})[row["tokens"]] = parts

@@ -12,8 +12,8 @@ __all__ = ["draw_scale"]
 
 _RANKS: Final = (2, 4, 8, 16, 32, 64)
 # Okabe and Ito's, which everyone can tell apart.
-_COLORS: Final = ("#0072B2", "#56B4E9", "#000000", "#D55E00", "#E69F00", "#CC79A7")
-_MARKERS: Final = ("o", "s", ".", "^", "P", "D")
+_COLORS: Final = ("#0072B2", "#56B4E9", "#000000", "#D55E00", "#E69F00")
+_MARKERS: Final = ("o", "s", ".", "^", "P")
 
 
 def draw_scale(path: pathlib.Path) -> None:
@@ -34,8 +34,7 @@ def draw_scale(path: pathlib.Path) -> None:
                 times = [alone(layer, size, tokens, "zipf", balanced=True) for size in _RANKS]
                 axes.plot(_RANKS, times, color="#777777", linestyle="--", label="experts alone")
                 for dispatcher, color, marker in zip(MODELLED, _COLORS, _MARKERS, strict=True):
-                    # Nobody makes room for 8,192 tokens of each rank at each expert.
-                    if dispatcher in dispatchers_of(layer) and (dispatcher.name != "low_latency" or phase == "decode"):
+                    if dispatcher in dispatchers_of(layer):
                         times = [
                             cost(layer, dispatcher, size, tokens, "zipf", balanced=True).total_us for size in _RANKS
                         ]

@@ -7,7 +7,6 @@ from moereg.prepare_finalize.base import Prepared, PrepareFinalize, StandardPrep
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.cells import DISPATCHERS, DispatcherCell, DispatcherRegistry, register_prepare_finalize
 from moereg.prepare_finalize.group import Group, GroupFacts
-from moereg.prepare_finalize.low_latency import LowLatency
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
 from moereg.spec.facts import DispatcherFacts
 from moereg.spec.problem import MoEProblem
@@ -24,7 +23,6 @@ __all__ = [
     "Group",
     "GroupFacts",
     "GroupPrepareFinalize",
-    "LowLatency",
     "Moved",
     "PrepareFinalize",
     "Prepared",

@@ -52,18 +52,6 @@ class Wire(abc.ABC):
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
         """Inverts `encode`, for columns that are contiguous each."""
 
-    @abc.abstractmethod
-    def spread(
-        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
-    ) -> None:
-        """Writes each token to the rows of its routes, in one Triton launch.
-
-        Args:
-            columns: [ranks, rows, width] of `dtypes`, rows of a rank contiguous: only rows of routes are written.
-            hidden_states: [T,H].
-            row_of_route: [T,K] int32, rows of [ranks * rows] or -1; written by the previous launch.
-        """
-
 
 class PlainWire(Wire):
     """The bytes of the layer's dtype."""
@@ -79,14 +67,6 @@ class PlainWire(Wire):
 
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
         return Received(columns[0].view(self._dtype))
-
-    def spread(
-        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
-    ) -> None:
-        from moereg.kernels.rows.low_latency import spread_tokens  # Loads Triton, which may not be there.
-
-        with torch.cuda.device_of(hidden_states):
-            spread_tokens(columns[0], hidden_states, row_of_route)
 
 
 class CodedWire(Wire):
@@ -116,8 +96,12 @@ class CodedWire(Wire):
         num_tokens = hidden_states.shape[0]
         if num_tokens == 0 or self.calls_kernels(hidden_states):
             columns = tuple(hidden_states.new_empty((num_tokens, width), dtype=torch.uint8) for width in self.widths)
-            typed = zip(columns, self.dtypes, strict=True)
-            self.spread(tuple(column.view(dtype).unsqueeze(0) for column, dtype in typed), hidden_states, None)
+            if num_tokens:
+                from moereg.kernels.quantized.rows_moved import quantize_tokens  # Loads Triton, which may not be there.
+
+                codes, scales = (column.view(dtype) for column, dtype in zip(columns, self.dtypes, strict=True))
+                with torch.cuda.device_of(hidden_states):
+                    quantize_tokens(codes, as_stored(scales), hidden_states, self._row_format)
             return columns
         found = quantize_activations(hidden_states, self._scheme)
         return as_bytes(found.q), as_bytes(found.scale.reshape(len(found.q), -1))
@@ -137,18 +121,6 @@ class CodedWire(Wire):
                 return Received(restore_tokens(codes, as_stored(scales), self.group, self._dtype))
         restored = dequantize_activations(Quantized(codes, scales), self._scheme, self._hidden_size, torch.float32)
         return Received(restored.to(self._dtype))
-
-    def spread(
-        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor | None
-    ) -> None:
-        """As `Wire.spread`; one row per token if no routes are given."""
-        if hidden_states.shape[0] == 0:
-            return
-        from moereg.kernels.quantized.rows_moved import quantize_tokens  # Loads Triton, which may not be there.
-
-        codes, scales = columns
-        with torch.cuda.device_of(hidden_states):
-            quantize_tokens(codes, as_stored(scales), hidden_states, self._row_format, row_of_route)
 
     @functools.cached_property
     def _row_format(self) -> RowFormat:

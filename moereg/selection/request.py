@@ -27,7 +27,7 @@ Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 `{"nvfp4": "triton"}`."""
 
 DispatcherNames = str | Sequence[str] | None
-"""`"all_to_all"`, `("low_latency", "all_gather")`, `"all_*"`: token dispatchers."""
+"""`"all_to_all"`, `("all_to_all", "all_gather")`, `"all_*"`: token dispatchers."""
 
 
 class Preference(NamedTuple):

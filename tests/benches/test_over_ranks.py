@@ -16,7 +16,7 @@ def test_every_dispatcher_over_two_ranks_computes_what_one_rank_does() -> None:
     line += " --tokens 3,9 --routing uniform,zipf --rounds 3 --replicas 2"
     rows = [json.loads(text) for text in printed("-m", "benches.over_ranks", *line.split()).splitlines()]
     dispatchers = {row["dispatcher"] for row in rows}
-    assert dispatchers == {"all_to_all", "all_gather", "low_latency"}
+    assert dispatchers == {"all_to_all", "all_gather"}
     kinds = {(row["dispatcher"], row["tokens"], row["routing"]) for row in rows}
     assert len(rows) == len(kinds) == len(dispatchers) * 2 * 2
     for row in rows:

@@ -32,13 +32,13 @@ def test_info_json_has_every_backend_and_why_it_cannot_run(call_json: CallJson) 
 
 def test_info_lists_the_ways_of_moving_tokens(call: Call, call_json: CallJson) -> None:
     dispatchers = {dispatcher["name"]: dispatcher for dispatcher in call_json("info")[1]["dispatchers"]}
-    assert {"all_gather", "all_to_all", "all_to_all_sums", "low_latency"} <= set(dispatchers)
+    assert {"all_gather", "all_to_all", "all_to_all_sums"} <= set(dispatchers)
     assert [cell["max_group_size"] for cell in dispatchers["all_gather"]["cells"]] == [None, 16]
     assert all(cell["predicted"] for dispatcher in dispatchers.values() for cell in dispatcher["cells"])
     assert dispatchers["all_to_all"]["available"]
     assert all(cell["opt_in"] for cell in dispatchers["all_to_all_sums"]["cells"])
     out = " ".join(call("info")[1].split())
-    assert "token dispatchers: all_gather, all_to_all, all_to_all_sums (opt-in), low_latency" in out
+    assert "token dispatchers: all_gather, all_to_all, all_to_all_sums (opt-in)" in out
     assert "AllGather" in call("info --cells")[1]
 
 

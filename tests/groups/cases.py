@@ -125,9 +125,6 @@ all_to_all_batched = functools.partial(compared, dispatcher="all_to_all", activa
 all_to_all_sums = functools.partial(compared, dispatcher="all_to_all_sums")
 all_to_all_sums_batched = functools.partial(compared, dispatcher="all_to_all_sums", activation_format="batched")
 all_gather_batched = functools.partial(compared, dispatcher="all_gather", activation_format="batched")
-low_latency = functools.partial(compared, dispatcher="low_latency")
-low_latency_fp8 = functools.partial(compared, dispatcher="low_latency", **FP8)
-weights_on_placed_inputs = functools.partial(compared, dispatcher="low_latency", **ON_INPUT)
 all_to_all_fp8 = functools.partial(compared, dispatcher="all_to_all", **FP8)
 all_gather_fp8 = functools.partial(compared, dispatcher="all_gather", **FP8)
 weights_on_inputs = functools.partial(compared, dispatcher="all_to_all", **ON_INPUT)
@@ -171,12 +168,8 @@ def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
 def float16_beyond_its_range(rank: int, size: int) -> dict[str, float]:
     """By dispatcher, the error of results beyond 65,504 or with few digits unweighted, or of ranks' sums of such."""
     errors: dict[str, float] = {}
-    for dispatcher, scale in itertools.product(
-        ("all_to_all", "all_to_all_sums", "all_gather", "low_latency"), (1e5, 1e-5)
-    ):
-        problem = problem_of(
-            dtype="float16", activation_format="batched" if dispatcher == "low_latency" else "standard"
-        )
+    for dispatcher, scale in itertools.product(("all_to_all", "all_to_all_sums", "all_gather"), (1e5, 1e-5)):
+        problem = problem_of(dtype="float16")
         weights = make_weights(problem, CPU)
         weights = dataclasses.replace(weights, w2=(weights.w2.float() * scale).clamp(-6e4, 6e4).half())
         kernel = make_kernel(
@@ -207,7 +200,6 @@ def placed(rank: int, size: int, dispatcher: str) -> dict[str, Any]:
 replicas_all_to_all = functools.partial(placed, dispatcher="all_to_all")
 replicas_all_to_all_sums = functools.partial(placed, dispatcher="all_to_all_sums")
 replicas_all_gather = functools.partial(placed, dispatcher="all_gather")
-replicas_low_latency = functools.partial(placed, dispatcher="low_latency")
 
 
 def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
@@ -241,7 +233,7 @@ def fault(rank: int, size: int, signal_number: int, dispatcher: str) -> dict[str
 
 
 killed_all_to_all = functools.partial(fault, signal_number=signal.SIGKILL, dispatcher="all_to_all")
-stalled_low_latency = functools.partial(fault, signal_number=signal.SIGSTOP, dispatcher="low_latency")
+stalled_all_gather = functools.partial(fault, signal_number=signal.SIGSTOP, dispatcher="all_gather")
 
 
 def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any) -> str:

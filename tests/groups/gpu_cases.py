@@ -136,8 +136,6 @@ def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:
     worst = 0.0
     layers: tuple[tuple[str, dict[str, Any]], ...] = (
         ("all_gather", {}),
-        ("low_latency", {}),
-        ("low_latency", {"quant": "fp8_block128"}),
         ("all_gather", {"quant": "fp8_block128", "activation_format": "batched"}),
     )
     for dispatcher, changes in layers:
@@ -169,13 +167,11 @@ all_to_all = functools.partial(compared, dispatcher="all_to_all")
 all_to_all_sums = functools.partial(compared, dispatcher="all_to_all_sums")
 all_to_all_sums_fp8 = functools.partial(compared, dispatcher="all_to_all_sums", quant="fp8_block128")
 all_gather = functools.partial(compared, dispatcher="all_gather")
-low_latency = functools.partial(compared, dispatcher="low_latency")
 all_to_all_fp8 = functools.partial(compared, dispatcher="all_to_all", quant="fp8_block128")
 all_gather_fp8 = functools.partial(compared, dispatcher="all_gather", quant="fp8_block128")
-low_latency_fp8 = functools.partial(compared, dispatcher="low_latency", quant="fp8_block128")
 all_gather_captured = functools.partial(captured, dispatcher="all_gather")
+all_gather_batched_captured = functools.partial(captured, dispatcher="all_gather", activation_format="batched")
 all_gather_deterministic_captured = functools.partial(captured, dispatcher="all_gather", deterministic=True)
-low_latency_captured = functools.partial(captured, dispatcher="low_latency")
 
 
 def all_to_all_refuses_capture(rank: int, size: int) -> dict[str, Any]:

@@ -92,7 +92,6 @@ move_fp8 = functools.partial(
 )
 move_int4 = functools.partial(moved, dispatcher="all_gather", quant="int4_w4a16_g32", dtype="bfloat16")
 move_with_bias = functools.partial(moved, dispatcher="all_gather", has_bias=True, activation="swigluoai")
-move_low_latency = functools.partial(moved, dispatcher="low_latency")
 
 
 def canonical(rank: int, size: int) -> dict[str, Any]:

@@ -70,7 +70,9 @@ all_to_all = functools.partial(by_tokens, dispatcher="all_to_all")
 all_to_all_batched = functools.partial(by_tokens, dispatcher="all_to_all", activation_format="batched")
 # There is room for twice `MOST_TOKENS`.
 all_gather = functools.partial(by_tokens, dispatcher="all_gather", most=2 * MOST_TOKENS)
-low_latency = functools.partial(by_tokens, dispatcher="low_latency", most=2 * MOST_TOKENS, activation_format="batched")
+all_gather_batched = functools.partial(
+    by_tokens, dispatcher="all_gather", most=2 * MOST_TOKENS, activation_format="batched"
+)
 
 
 def float16_rows_of_two_kinds(rank: int, size: int) -> dict[str, Any]:

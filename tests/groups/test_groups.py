@@ -11,13 +11,13 @@ from moereg.prepare_finalize.ranks_agree import differences
 from tests.groups.ranks import results_of, value_of
 
 EQUAL: Final = (
-    *("chosen_without_a_word", "all_to_all", "all_gather", "all_gather_deterministic", "low_latency"),
+    *("chosen_without_a_word", "all_to_all", "all_gather", "all_gather_deterministic"),
     *("all_to_all_batched", "all_gather_batched", "all_to_all_sums", "all_to_all_sums_batched", "maps_of_ranks"),
-    *("weights_on_inputs", "weights_on_gathered_inputs", "weights_on_summed_inputs", "weights_on_placed_inputs"),
-    *("replicas_all_to_all", "replicas_all_to_all_sums", "replicas_all_gather", "replicas_low_latency"),
+    *("weights_on_inputs", "weights_on_gathered_inputs", "weights_on_summed_inputs"),
+    *("replicas_all_to_all", "replicas_all_to_all_sums", "replicas_all_gather"),
 )
 """Cases in fp32 with numbers whose sums are exact in any order."""
-NEAR: Final = ("all_to_all_fp8", "all_gather_fp8", "all_to_all_sums_fp8", "low_latency_fp8", "codes_as_they_come_fp8")
+NEAR: Final = ("all_to_all_fp8", "all_gather_fp8", "all_to_all_sums_fp8", "codes_as_they_come_fp8")
 """Cases with tokens in 8 bits: sums of products depend on how many rows are multiplied together, by a rounding."""
 REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",
@@ -59,7 +59,7 @@ def test_tokens_in_8_bits_change_no_more_than_a_rounding(two_ranks: list[dict[st
 def test_results_beyond_the_range_of_float16_travel_in_fp32(two_ranks: list[dict[str, Any]]) -> None:
     for result in two_ranks:
         errors = value_of(result, "float16_beyond_its_range")
-        assert len(errors) == 16
+        assert len(errors) == 12
         # One rounding of the results is 2e-4. Rows that were rounded before they were weighted are 4.7e-4 and more.
         assert all(error < 3e-4 for error in errors.values()), errors
 
@@ -169,7 +169,7 @@ def test_who_differs_and_in_what() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["killed_all_to_all", "stalled_low_latency"])
+@pytest.mark.parametrize("name", ["killed_all_to_all", "stalled_all_gather"])
 def test_a_rank_that_ends_or_stalls_ends_the_others(name: str) -> None:
     # More seconds than a busy machine takes to get there, fewer than anybody would wait.
     *others, lost = results_of(3, name, seconds=10)
@@ -186,7 +186,7 @@ def test_triton_moves_tokens_as_torch_does_in_so_many_launches() -> None:
     pytest.importorskip("triton")
     for result in results_of(2, "dispatchers_in_triton", module="tests.groups.triton_cases"):
         found = value_of(result, "dispatchers_in_triton")
-        assert len(found) == 19
+        assert len(found) == 15
         for name, of in found.items():
             assert of["equal"], name
             assert of["launches"] == of["expected"], name

@@ -13,10 +13,10 @@ from tests.groups.ranks import results_of, value_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU with NCCL")]
 
 CASES: Final = (
-    *("all_to_all", "all_to_all_sums", "all_gather", "low_latency", "experts_that_move"),
-    *("all_to_all_fp8", "all_to_all_sums_fp8", "all_gather_fp8", "low_latency_fp8", "kernels_move_as_torch"),
+    *("all_to_all", "all_to_all_sums", "all_gather", "experts_that_move"),
+    *("all_to_all_fp8", "all_to_all_sums_fp8", "all_gather_fp8", "kernels_move_as_torch"),
     *("codes_all_to_all", "codes_all_gather", "codes_in_hopper_tiles", "all_to_all_refuses_capture"),
-    *("all_gather_captured", "all_gather_deterministic_captured", "low_latency_captured"),
+    *("all_gather_captured", "all_gather_batched_captured", "all_gather_deterministic_captured"),
 )
 
 

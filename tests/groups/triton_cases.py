@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import moereg
 from moereg.kernels.quantized import rows_moved
-from moereg.kernels.rows import all_gather, all_to_all, batches, low_latency
+from moereg.kernels.rows import all_gather, all_to_all, batches
 from moereg.layer.factory import make_kernel
 from moereg.prepare_finalize import BatchedPrepareFinalize, Group, GroupPrepareFinalize
 from moereg.testing.interpreter import patch_interpreter
@@ -54,9 +54,6 @@ _SENT: Final = ("place_routes", "all_to_all", "pack_tokens", "all_to_all")
 _CODED: Final = ("place_routes", "all_to_all", "quantize_tokens", "pack_tokens", "all_to_all")
 _HOME: Final = ("experts", "all_to_all", "reduce_sorted_rows")
 _LAID_OUT: Final = ("place_tokens", "copy_rows", "experts", "reduce_sorted_rows")
-_IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "reduce_sorted_rows")
-_PLAIN_ROOMS: Final = ("place_routes", "spread_tokens", *_IN_ROOMS)
-_CODED_ROOMS: Final = ("place_routes", "quantize_tokens", *_IN_ROOMS)
 _OWN: Final = ("all_gather_columns", "keep_own_routes", "experts", "reduce_scatter")
 _BY_RANK: Final = ("all_gather_columns", "experts", "all_to_all", "sum_of_ranks")
 DISPATCHERS: Final = {
@@ -71,12 +68,8 @@ DISPATCHERS: Final = {
         "all_gather", ("pad_tokens", *_RESTORED), fewer=True, changes={**FP8, "hidden_size": 200}
     ),
     "all_gather_mxfp8": Dispatcher("all_gather", _RESTORED, changes={**CODED, "quant": "mxfp8"}),
-    "low_latency": Dispatcher("low_latency", _PLAIN_ROOMS),
-    "low_latency_replicas": Dispatcher("low_latency", _PLAIN_ROOMS, fewer=True, replicas=True),
-    "low_latency_on_input": Dispatcher("low_latency", _PLAIN_ROOMS, changes=ON_INPUT),
-    "low_latency_fp8": Dispatcher("low_latency", _CODED_ROOMS, changes={**FP8, "hidden_size": 200}),
-    "low_latency_mxfp8": Dispatcher("low_latency", _CODED_ROOMS, fewer=True, changes={**CODED, "quant": "mxfp8"}),
-    "low_latency_int8": Dispatcher("low_latency", _CODED_ROOMS, changes=INT8),
+    "all_gather_int8": Dispatcher("all_gather", _RESTORED, changes=INT8),
+    "all_gather_on_input": Dispatcher("all_gather", _GATHERED, changes=ON_INPUT),
     "all_to_all": Dispatcher("all_to_all", (*_SENT, "unpack_tokens", *_HOME)),
     "all_to_all_batched": Dispatcher(
         "all_to_all",
@@ -109,7 +102,7 @@ def noted(seen: list[str]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(batches, "launch", noting(batches.launch, None)))
-        for module in (low_latency, all_gather, rows_moved, batches, all_to_all):
+        for module in (all_gather, rows_moved, batches, all_to_all):
             stack.enter_context(mock.patch.object(module, "launch_again", noting(module.launch_again, None)))
         launch = noting(all_to_all.launch_remembered, None)
         stack.enter_context(mock.patch.object(all_to_all, "launch_remembered", launch))

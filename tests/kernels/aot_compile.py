@@ -39,10 +39,8 @@ from moereg.kernels.rows import all_to_all
 from moereg.kernels.rows.all_gather import keep_own_routes, pad_tokens, sum_of_ranks
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
-from moereg.kernels.rows.low_latency import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
 from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.replicas import Holders
 from moereg.kernels.rows.sort import sort_routes
 from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
 from moereg.platforms import Platform
@@ -208,33 +206,23 @@ def launch_short_routing(shared_bytes: int) -> None:
 def launch_moving(shared_bytes: int) -> None:
     """What ways between ranks do with tokens: codes with scales of groups, with powers of two, and of whole rows."""
     int8 = triton.runtime.driver.active.get_current_target().arch == 80
-    tokens, experts, hidden, ranks, room = 64, 128, 7168, 2, 64
+    tokens, experts, hidden, ranks = 64, 128, 7168, 2
 
     def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
     ids, weights = empty(tokens, 8), empty(tokens, 8, of=torch.float32)
-    x, rows = empty(tokens, hidden, of=torch.bfloat16), experts // ranks * room
-    holders = Holders(empty(experts), empty(experts, ranks), empty(ranks, experts), 1)
-    counts, home = empty(ranks, experts // ranks), torch.empty_like(ids)
-    place_routes(counts, home, ids, holders, room)
-    spread_tokens(x.new_empty(ranks, rows, hidden), x, home, empty(ranks, rows, of=torch.float32), weights)
-    arrived, own_counts = x.new_empty(experts // ranks, ranks * room, hidden), torch.empty_like(counts)
-    num_rows = empty(experts // ranks)
-    filled = FilledRooms(x.new_empty(ranks, rows, hidden), counts, None, 0, None, room)
-    empty_rooms(arrived, num_rows, own_counts, filled)
+    x = empty(tokens, hidden, of=torch.bfloat16)
     code, limits = (torch.int8, (-127.0, 127.0)) if int8 else (torch.float8_e4m3fn, (-448.0, 448.0))
     for group, e8m0 in ((128, False), (32, True), (0, False)):
         fmt = RowFormat(code, *limits, group=group, e8m0=e8m0)
-        q = empty(ranks, rows, hidden, of=code)
-        scales = empty(ranks, rows, hidden // group if group else 1, of=fmt.scale_dtype)
-        quantize_tokens(q, scales, x, fmt, home)
-        quantize_tokens(q[:1], scales[:1], empty(4096, hidden, of=torch.bfloat16), fmt)
-        empty_rooms(arrived, num_rows, own_counts, FilledRooms(q, counts, scales, group, None, room))
-        restore_tokens(q[0], scales[0], group, torch.bfloat16)
-    fill_rooms(x.new_empty(ranks, rows, hidden), arrived, own_counts)
+        for count in (tokens, 4096):
+            q = empty(count, hidden, of=code)
+            scales = empty(count, hidden // group if group else 1, of=fmt.scale_dtype)
+            quantize_tokens(q, scales, empty(count, hidden, of=torch.bfloat16), fmt)
+        restore_tokens(q, scales, group, torch.bfloat16)
     pad_tokens(x, weights, ids, 2 * tokens)
-    keep_own_routes(ids, holders.num_holders, holders.holders, 1)
+    keep_own_routes(ids, empty(experts), empty(experts, ranks), 1)
     sum_of_ranks(x, x.new_empty(ranks, tokens, hidden))
 
 

@@ -8,27 +8,18 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from moereg.kernels.rows import all_gather, all_to_all, low_latency
-from moereg.prepare_finalize import GroupFacts, LowLatency, exchange
+from moereg.kernels.quantized.rows_moved import restore_tokens
+from moereg.kernels.rows import all_gather, all_to_all
+from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.all_gather import _padded
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
-from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
+from moereg.prepare_finalize.wire import CodedWire
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PLACEMENT = ExpertPlacement(5, ((3, 0, 4), (1, 2, 3)))
-
-
-class Ranks:
-    """Stands for a group."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.size = rank, 2
 
 
 def problem_of(**changes: Any) -> MoEProblem:
@@ -46,90 +37,10 @@ def tokens_of(problem: MoEProblem, num_tokens: int, seed: int) -> torch.Tensor:
     return (tokens * torch.exp(3 * torch.randn(num_tokens, 1, generator=generator))).to(DEVICE, problem.torch_dtype)
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16, weights on inputs": {"top_k": 1, "apply_router_weight_on_input": True},
-    "fp8_block128, a short group": {"quant": "fp8_block128", "hidden_size": 136},
-    "mxfp8": {"quant": "mxfp8", "hidden_size": 64},
-    "int8_w8a8, an odd row": {"quant": "int8_w8a8", "hidden_size": 33},
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks; experts on both; ids that are none; tokens that name an expert twice, until its room is full."""
-    monkeypatch.setattr(low_latency, "_COLUMNS", 32)
-    problem = problem_of(**CASES[name])
-    wire = PlainWire(problem) if problem.quant.activation is None else CodedWire(problem, problem.quant)
-    seen = LowLatency.experts_problem_of(problem, GroupFacts(2, "gloo", "cpu"), "batched")
-    routes = [ids_of([3, 0], [0, 3], [7, 3]), ids_of([3, 3], [-1, -(2**31)], [3, 3])]
-    ranks = [
-        LowLatency(problem, seen, Ranks(rank), PlacementTables(PLACEMENT, rank, DEVICE), wire)  # type: ignore[arg-type]
-        for rank in range(2)
-    ]
-    arrived: list[list[torch.Tensor]] = []
-    places = []
-    for in_triton in (False, True):
-        wire.in_triton, sent, home = in_triton, [], []
-        for rank, moves in enumerate(ranks):
-            ids = routes[rank][:, : problem.top_k]
-            weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(rank)).to(DEVICE)
-            buffer = torch.zeros(2, moves._layout()[1], dtype=torch.uint8, device=DEVICE)
-            fill = moves._fill_in_triton if in_triton else moves._fill
-            home.append(fill(moves._rooms(buffer), tokens_of(problem, 3, rank), weights, ids))
-            sent.append(buffer)
-        places.append(torch.stack([each.long() for each in home]))
-        arrived.append([torch.stack([buffer[rank] for buffer in sent]) for rank in range(2)])
-    assert torch.equal(*places)
-    for rank, moves in enumerate(ranks):
-        wire.in_triton = False
-        expected, num_rows, counts = moves._empty(moves._rooms(arrived[0][rank]))
-        wire.in_triton = True
-        found, num_found, counts_found = moves._empty_in_triton(moves._rooms(arrived[1][rank]))
-        assert torch.equal(num_rows, num_found)
-        assert torch.equal(counts, counts_found)
-        valid = torch.arange(expected.shape[1], device=DEVICE) < num_rows.unsqueeze(1)
-        assert valid.any()
-        assert torch.equal(as_bytes(expected[valid]), as_bytes(found[valid]))
-        results = torch.zeros(2, 2, 9, problem.hidden_size, dtype=problem.torch_dtype, device=DEVICE)
-        expected[~valid] = torch.nan
-        moves._send_back(results[0], expected, counts)
-        low_latency.fill_rooms(results[1], expected, counts)
-        filled = torch.arange(3, device=DEVICE) < counts.unsqueeze(2)
-        assert torch.equal(*(each.unflatten(1, (3, 3))[filled] for each in results))
-
-
-@triton.jit
-def _restored_kernel(out, codes, scales):
-    lanes = tl.arange(0, 256)
-    tl.store(out + lanes, low_latency.restored(tl.load(codes + lanes), tl.load(scales + lanes)))
-
-
 def test_every_exponent_is_the_scale_that_torch_reads() -> None:
-    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    found = torch.zeros(256, device=DEVICE)
-    _restored_kernel[(1,)](found, torch.ones_like(exponents, dtype=torch.int8), exponents)
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).unsqueeze(1)
+    found = restore_tokens(torch.ones_like(exponents, dtype=torch.int8), exponents, 0, torch.float32)
     torch.testing.assert_close(found, exponents.view(torch.float8_e8m0fnu).float(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("ids_at_once", [16, 2048])
-def test_places_go_on_from_one_piece_to_the_next(ids_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_latency, "_IDS", ids_at_once)
-    problem = problem_of(max_num_tokens=12)
-    tables = PlacementTables(PLACEMENT, 1, DEVICE)
-    wire = PlainWire(problem)
-    seen = LowLatency.experts_problem_of(problem, GroupFacts(2, "gloo", "cpu"), "batched")
-    moves = LowLatency(problem, seen, Ranks(1), tables, wire)  # type: ignore[arg-type]
-    ids = torch.randint(-1, 6, (12, 2), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
-    weights, found = torch.rand(12, 2, device=DEVICE), []
-    for fill in (moves._fill, moves._fill_in_triton):
-        buffer = torch.zeros(2, moves._layout()[1], dtype=torch.uint8, device=DEVICE)
-        home = fill(moves._rooms(buffer), tokens_of(problem, 12, 0), weights, ids)
-        found.append((home.long(), moves._rooms(buffer).counts))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    # No tokens: rooms are said to be empty.
-    moves._fill_in_triton(moves._rooms(buffer), tokens_of(problem, 0, 0), weights[:0], ids[:0])
-    assert not moves._rooms(buffer).counts.any()
 
 
 @pytest.mark.parametrize("quant", ["fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8"])

@@ -335,7 +335,7 @@ def two_ranks() -> list[dict[str, Any]]:
     return results_of(2, *PLANS, "other_plans", "float16_rows_of_two_kinds", module="tests.groups.plan_cases")
 
 
-PLANS = ("all_to_all", "all_to_all_batched", "all_gather", "low_latency")
+PLANS = ("all_to_all", "all_to_all_batched", "all_gather", "all_gather_batched")
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -82,9 +82,7 @@ def test_a_dispatcher_without_its_library(tmp_path: Path) -> None:
     assert not found["available"]
     assert (found["origin"], found["origin_version"]) == ("moereg-deepep", "0.1.0")
     assert all(cell["opt_in"] for cell in found["cells"])
-    assert "deepep (opt-in, no), low_latency plugin moereg-deepep 0.1.0: dispatcher deepep" in " ".join(
-        printed.out.split()
-    )
+    assert "deepep (opt-in, no) plugin moereg-deepep 0.1.0: dispatcher deepep" in " ".join(printed.out.split())
     run_its_tests(site, "deepep")
 
 

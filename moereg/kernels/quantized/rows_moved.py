@@ -1,6 +1,6 @@
-"""Quantizes tokens that travel between ranks, straight into their send slots, and dequantizes them, in Triton.
+"""Quantizes tokens that travel between ranks, and dequantizes them, in Triton.
 
-Bit for bit as `moereg.quantize` does. Sizes: T tokens, K choices per token, H hidden, G groups of a token.
+Bit for bit as `moereg.quantize` does. Sizes: T tokens, H hidden, G groups of a token.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.remembered import launch_again
 from moereg.kernels.quantized.codes import amax_bits, divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import RowFormat
-from moereg.kernels.rows.low_latency import restored
 from moereg.kernels.sizes import GROUPED_BLOCK
 
 # Numbers per program where there are many tokens; a program then takes several tokens.
@@ -29,22 +26,16 @@ def _quantize_tokens_kernel(
     q,
     scales,
     x,
-    row_of_route,
     num_tokens,
     size,
     num_groups,
-    rows_per_rank,
-    stride_q,
-    stride_scales,
     stride_x,
-    ROUTES_PER_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     MIN_CODE: tl.constexpr,
     MAX_CODE: tl.constexpr,
     E8M0: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]  # [TOKENS, 1]
     inside = tokens < num_tokens
@@ -59,63 +50,53 @@ def _quantize_tokens_kernel(
         scale, stored = scale_of_bits(tl.expand_dims(amax_bits(values, 1), 1), MAX_CODE, E8M0)  # [TOKENS, 1]
         codes = encode(divide(values, scale), DTYPE, MIN_CODE, MAX_CODE)  # [TOKENS, BLOCK]
         groups = tl.arange(0, 1)[None, :]  # [1, 1]
+    rows = tokens.to(tl.int64)
     stored = stored.to(scales.dtype.element_ty)
-    # Tokens are older than the rows of their routes.
-    wait_for_previous(OVERLAP)
-    for k in tl.static_range(ROUTES_PER_TOKEN):
-        if row_of_route is not None:
-            row = tl.load(row_of_route + tokens * ROUTES_PER_TOKEN + k, mask=inside, other=-1)  # [TOKENS, 1]
-        else:
-            row = tl.where(inside, tokens, -1)
-        rank, within = (row // rows_per_rank).to(tl.int64), (row % rows_per_rank).to(tl.int64)
-        tl.store(q + rank * stride_q + within * size + columns, codes, mask=(row >= 0) & (columns < size))
-        where = scales + rank * stride_scales + within * num_groups + groups
-        tl.store(where, stored, mask=(row >= 0) & (groups < num_groups))
+    tl.store(scales + rows * num_groups + groups, stored, mask=inside & (groups < num_groups))
+    tl.store(q + rows * size + columns, codes, mask=inside & (columns < size))
 
 
-def quantize_tokens(
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    hidden_states: torch.Tensor,
-    fmt: RowFormat,
-    row_of_route: torch.Tensor | None = None,
-) -> None:
-    """Quantizes each token to one row or to the rows of its routes: one launch.
+def quantize_tokens(q: torch.Tensor, scales: torch.Tensor, hidden_states: torch.Tensor, fmt: RowFormat) -> None:
+    """Quantizes each token: one launch.
 
     Args:
-        q: [ranks, rows, H] codes, rows of a rank contiguous: overwritten where there are rows of tokens.
-        scales: [ranks, rows, G] fp32 or uint8 exponents, likewise; the last group may be short.
+        q: [T, H] codes, contiguous: overwritten.
+        scales: [T, G] fp32 or uint8 exponents, contiguous: overwritten; the last group may be short.
         hidden_states: [T, H].
         fmt: Format of the codes: dynamic scales of one token each.
-        row_of_route: [T, K] int32, contiguous, rows of [ranks * rows], -1 where there is none; to be launched right
-            after the kernel that writes them. None: row t is token t.
     """
-    (num_tokens, size), (_, rows_per_rank, num_groups) = hidden_states.shape, scales.shape
+    (num_tokens, size), num_groups = hidden_states.shape, scales.shape[1]
     assert not fmt.static and not fmt.spans_rows and not fmt.global_scale and q.dtype == fmt.dtype
     assert num_groups == (-(-size // fmt.group) if fmt.group else 1) and scales.dtype == fmt.scale_dtype
-    assert q.stride()[1:] == (size, 1) and scales.stride()[1:] == (num_groups, 1)
+    assert q.is_contiguous() and scales.is_contiguous() and hidden_states.stride(1) == 1
     if num_tokens == 0:
         return
-    # A copy would come between this launch, which starts early, and the one that it overlaps.
-    assert hidden_states.stride(1) == 1
     widest = triton.next_power_of_2(size)
     block = max(fmt.group, min(GROUPED_BLOCK, widest)) if fmt.group else widest
     num_blocks = triton.cdiv(size, block)
     several = max(1, _PROGRAM_ELEMENTS // block) if num_tokens * num_blocks >= _MANY_PROGRAMS else 1
-    overlap = row_of_route is not None and can_overlap(q.device)
     launch_again(
         _quantize_tokens_kernel,
         (triton.cdiv(num_tokens, several), num_blocks),
-        *(q, scales, hidden_states, row_of_route),
-        *(num_tokens, size, num_groups, rows_per_rank, q.stride(0), scales.stride(0), hidden_states.stride(0)),
-        ROUTES_PER_TOKEN=1 if row_of_route is None else row_of_route.shape[1],
+        *(q, scales, hidden_states),
+        *(num_tokens, size, num_groups, hidden_states.stride(0)),
         **fmt.constants,
         E8M0=fmt.e8m0,
         TOKENS=several,
         BLOCK=block,
         num_warps=min(8, max(1, several * block // 512)),
-        **overlapping(overlap),
     )
+
+
+@triton.jit
+def _restored(codes, scale):
+    """Dequantizes codes to fp32; scales are fp32, or exponents in uint8."""
+    if scale.dtype == tl.uint8:
+        exponent = scale.to(tl.int32)
+        # 2^-127 is subnormal, and 255 is NaN.
+        bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+        scale = bits.to(tl.float32, bitcast=True)
+    return codes.to(tl.float32) * scale
 
 
 @triton.jit
@@ -128,7 +109,7 @@ def _restore_tokens_kernel(
     values = tl.load(codes + token * stride_codes + columns, mask=mask)
     groups = columns // GROUP if GROUP else columns * 0
     scale = tl.load(scales + token * stride_scales + groups, mask=mask, other=0)
-    tl.store(out + token * size + columns, restored(values, scale).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * size + columns, _restored(values, scale).to(out.dtype.element_ty), mask=mask)
 
 
 def restore_tokens(codes: torch.Tensor, scales: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

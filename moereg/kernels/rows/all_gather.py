@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_again
-from moereg.kernels.rows.replicas import rank_of_routes
 
 _IDS: Final = 1024
 _COLUMNS: Final = 1024
@@ -95,7 +94,10 @@ def _keep_own_routes_kernel(
     ids = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
     token = routes // TOP_K
     turns = token % most + token // most
-    takes, _ = rank_of_routes(ids, turns, num_holders, holders, num_experts, num_ranks)
+    known = (ids >= 0) & (ids < num_experts)
+    experts = tl.where(known, ids, 0)
+    replica = turns % tl.load(num_holders + experts)
+    takes = tl.where(known, tl.load(holders + experts * num_ranks + replica), -1)
     tl.store(topk_ids + routes, tl.where(takes == rank, ids, -1), mask=routes < num_routes)
 
 
