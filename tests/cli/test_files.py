@@ -152,7 +152,9 @@ def test_a_configuration_that_no_gpu_of_the_kind_holds_is_named(triton_file: Pat
     first, second = '"BLOCK_N": 128, "BLOCK_K": 64}', '"BLOCK_N": 256, "BLOCK_K": 256}'
     assert first in TRITON_SOURCE
     triton_file.write_text(TRITON_SOURCE.replace(first, second))
-    code, out, _ = call(f"compile {triton_file} {SIZES} --dtype bfloat16 --platform h100 --tokens 4 --require my_triton")
+    code, out, _ = call(
+        f"compile {triton_file} {SIZES} --dtype bfloat16 --platform h100 --tokens 4 --require my_triton"
+    )
     assert code == 0
     assert re.search(r"requires at most 232,448 bytes of shared memory, got [\d,]+ in my_triton:grouped_product", out)
 
