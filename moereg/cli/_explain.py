@@ -20,6 +20,7 @@ from moereg.cli._show import (
     say,
     show_selection,
     source_of,
+    verification,
 )
 from moereg.dispatch import explain_backends
 from moereg.errors import CheckpointError, one_line
@@ -125,6 +126,8 @@ def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
                 say(f"nothing fits {selection.problem}:")
                 print_rejected("rejected", selection, flags.verbose)
                 say(*(f"- {way}" for way in ways_out(selection)))
+        fitting = [one for one in selections.values() if one.winner is not None]
+        say(*dict.fromkeys(f"{one.chosen.label}: {verification(one.chosen, one.platform)}" for one in fitting))
         print_notices(dict.fromkeys((*notices, *(each for one in selections.values() for each in one.notices))))
 
     return Result(found, show, OK if all(layer.backend is not None for layer in layers) else NOTHING_FITS)

@@ -32,6 +32,8 @@ from moereg.spec.reasons import Reason
 
 _PLUGIN: Final = ("group", "name", "distribution", "status", "error")
 
+_VARIABLES: Final = ("MOEREG_", "TRITON_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ATEN_CPU_CAPABILITY")
+
 _MOST_NAMES: Final = 3
 """Most platforms to show on one line; the table of cells has all."""
 
@@ -177,9 +179,12 @@ def report_of(info: Mapping[str, Any]) -> str:
         "packages": [f"{name} {cpu.versions[name]}" for name in sorted(names & {*cpu.versions})],
         "torch": [f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}"],
         "GPUs": [f"{torch.cuda.device_count()} of {machine(platform)}"] if platform.kind != "cpu" else [],
-        "CPU": [f"{machine(cpu)}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"],
+        "CPU": [
+            f"{machine(cpu)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+            f"{torch.backends.cpu.get_cpu_capability()}"
+        ],
         "plugins": [" ".join(str(one[key] or "") for key in _PLUGIN).strip() for one in info["plugins"]],
-        "variables": [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MOEREG_")],
+        "variables": [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)],
         "quarantined": _records(info, "quarantined"),
         "admitted": _records(info, "admitted"),
     }

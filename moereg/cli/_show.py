@@ -109,7 +109,7 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
         say(bad(f"nothing fits{instead}"), *(f"- {way}" for way in ways_out(selection)))
     else:
         plan = f"; {selection.plan_text}" if selection.ranges else ""
-        say(_verification(winner, platform), good(f"{winner.label}: {source_of(selection)}{plan}"))
+        say(verification(winner, platform), good(f"{winner.label}: {source_of(selection)}{plan}"))
 
 
 def answers(selection: Selection) -> list[Decision]:
@@ -179,7 +179,7 @@ def _verified(decision: Decision, platform: Platform) -> Text:
     return Text("code changed" if evidence is not None and evidence.stale else "no", style="yellow")
 
 
-def _verification(decision: Decision, platform: Platform) -> str:
+def verification(decision: Decision, platform: Platform) -> str:
     """Says where and with what a candidate was verified, and what admission says where no record holds."""
     evidence = Evidence((), (), ()) if decision.cell is None else evidence_of(decision.cell)
     parts = []

@@ -95,6 +95,7 @@ def test_info_shows_what_is_quarantined_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, call_json: CallJson
 ) -> None:
     monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     here = current_platform()
     dense = next(cell for cell in list_cells("torch") if cell.class_name == "TorchDenseExperts")
     weights = next(cell for cell in list_cells("torch") if cell.class_name == "TorchQuantizedExperts")
@@ -133,7 +134,7 @@ def test_a_report_has_what_a_bug_report_needs_and_no_path_of_the_home_folder(
     assert list(heads) == order.split()
     assert lines[0] == f"moereg: {moereg.__version__} on {here}"
     assert f"packages: torch {here.versions['torch']}" in lines
-    assert "variables: MOEREG_QUARANTINE=~/quarantine.json" in lines
+    assert {"variables: MOEREG_QUARANTINE=~/quarantine.json", "variables: OMP_NUM_THREADS=1"} <= {*lines}
     (held,) = (line for line in lines if line.startswith("quarantined: "))
     assert held.startswith(f"quarantined: torch ({cell.class_name}), {cell.schemes[0].name}: ")
     assert held.endswith("raised in ~/x.py")

@@ -362,7 +362,7 @@ def test_an_import_that_fails_names_backend_cure_and_what_would_do(
     with pytest.raises(BackendError) as raised:
         kernel(*call_of(kernel.problem, 9))
     text = str(raised.value)
-    assert "raised in AiterExperts.apply: ImportError: libamdhip64.so.7: cannot open it (backend.py:" in text
+    assert "raised in AiterExperts.apply: ImportError: libamdhip64.so.7: cannot open it (layer.py:" in text
     assert text.endswith("; triton or torch would do instead")
 
 
