@@ -77,7 +77,7 @@ def compare_model(
     device = torch.device(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU that torch sees, and there is none; pass --device cpu")
-    if html is not None and (html.is_dir() or not os.access(html.parent, os.W_OK)):
+    if html is not None and not os.access(html if html.is_file() else html.parent, os.W_OK):
         raise UsageError(f"--html must name a file in a folder that can be written to, got {shown(str(html))}")
     model, notices = load(name, device, wanted or (), **loading)
     import transformers
@@ -95,7 +95,7 @@ def compare_model(
         with phase("computing logits in fp32"):
             whole = WholeModel(model, device, record)
     except Exception as error:
-        if is_lack_of_memory(error):
+        if is_lack_of_memory(error) or isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
             f"compare needs a model whose own code computes logits of token ids here, got {type(model).__name__}: "
@@ -156,18 +156,21 @@ def load(
             f"{cure}"
         )
     known = implementations(experts)
+    if wanted and not {OURS, PREPARED} & {*wanted}:
+        raise UsageError(f"--implementations must name {OURS} or {PREPARED} beside others, got {','.join(wanted)}")
     for each in wanted:
         if each not in known:
             raise UnknownNameError(unknown_name_message("implementation", each, known))
     values: dict[str, Any] = {"dtype": dtype and getattr(torch, dtype), "experts_implementation": EAGER}
+    shards = list(folder.glob("model*.safetensors"))
     if random_weights:
         own = getattr(meta.config, "dtype", None)
         values["dtype"] = values["dtype"] or (own if isinstance(own, torch.dtype) else torch.bfloat16)
-        need = sum(parameter.numel() for parameter in meta.parameters()) * values["dtype"].itemsize
-    elif not (shards := list(folder.glob("*.safetensors"))):
+    elif not shards:
         raise ArgumentError(f"{str(folder)!r} must have safetensors, got none; add --random-weights to do without")
-    else:
-        need = sum(shard.stat().st_size for shard in shards)
+    need = sum(shard.stat().st_size for shard in shards)
+    if values["dtype"] and (random_weights or not meta._moereg_quantization):
+        need = sum(parameter.numel() for parameter in meta.parameters()) * values["dtype"].itemsize
     free = free_memory_bytes(device)
     if free is not None and need > free:
         raise TooLargeError(
@@ -210,8 +213,12 @@ def _groups(whole: WholeModel, names: list[str]) -> Iterator[list[str]]:
     yield names
     made = whole.record.get("prepare")
     if lacked or (made and made["bytes_after"] > made["bytes_before"]):
-        with phase("preparing with free=True"):
-            prepared = whole.prepare(free=True)
+        try:
+            with phase("preparing with free=True"):
+                prepared = whole.prepare(free=True)
+        except Exception as error:
+            whole.record["notices"].append(f"prepare(model, free=True) failed: {one_line(str(error))[:300]}")
+            return
         if lacked:
             whole.record["layers_chosen"] = str(prepared).splitlines()
             whole.record["notices"].append("moereg prepared ran after the others, with free=True: no room for a copy")
@@ -242,7 +249,9 @@ def verdict_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     A prepared model costs memory and time, so it must beat a registered one by more than the noise.
     """
-    cases = _timed(rows)
+    # What is wrong at one number of tokens is recommended for none.
+    wrong = {row["implementation"] for row in rows if str(row.get("outcome")).startswith("wrong")}
+    cases = _timed([row for row in rows if row["implementation"] not in wrong])
     pairs = [_gain(each[PREPARED], each[OURS])[1] for each in cases.values() if {PREPARED, OURS} <= {*each}]
     present = {name for each in cases.values() for name in each}
     ours = OURS if OURS in present and (not pairs or _mean(pairs) <= _TIE) else PREPARED
@@ -268,11 +277,14 @@ def verdict_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     noise = max(row["p90_ms"] / row["p10_ms"] for each in cases.values() for row in each.values())
     if noise > _NOISY:
         lines.append(
-            f"times of one case vary up to {noise:.1f} times: the machine is busy, or has more threads than free "
-            "cores; set OMP_NUM_THREADS to those and compare again before you decide"
+            f"times of one case vary up to {noise:.1f} times: the machine is busy; compare again before you decide, on "
+            "a CPU with OMP_NUM_THREADS set to its free cores"
         )
     if overall < 1 / _TIE:
-        stay = found[-1]["best_other"]
+        stay = min(
+            (name for name in present if name not in _HOW),
+            key=lambda name: _mean([each[name]["ms"] if name in each else math.inf for each in cases.values()]),
+        )
         use = f"on average {overall:.2f}x the best other: stay with model.set_experts_implementation({stay!r})"
     elif overall <= _TIE:
         use = f"on average a tie with the best other, so nothing is gained; {use}"
@@ -328,7 +340,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
     extra: dict[str, int] = {}
     for row in record["rows"]:
         extra[row["implementation"]] = max(extra.get(row["implementation"], 0), row.get("extra_bytes", 0))
-    sizes = {"weights and kernels": record["held_bytes"], "most beside them in any case": extra}
+    sizes = {"weights and kernels": record["held_bytes"], "peak memory beyond these": extra}
     memory = [
         f"{what}: {', '.join(f'{_label(name)} {format_bytes(size)}' for name, size in most.items())}"
         for what, most in sizes.items()
@@ -344,7 +356,9 @@ def _facts(record: Mapping[str, Any]) -> dict[str, list[str]]:
         if found and first and name != EAGER
     ]
     tokens = (
-        [f"of {len(first)} greedy tokens, as many as eager's before one differs: {', '.join(same)}"] if same else []
+        [f"greedy tokens equal to eager's before the first difference, of {len(first)}: {', '.join(same)}"]
+        if same
+        else []
     )
     ran = {_label(name): check for name, check in record["checks"].items() if "norm" in check}
     checks = [
@@ -364,7 +378,7 @@ def show(record: Mapping[str, Any]) -> None:
     say(f"{record['model']}: {facts['Where'][0]}", *record["layers_chosen"])
     rows = _times(record)
     say(new_table(*(f">{name}" if name else name for name in _HEAD), rows=rows))
-    say("the time of a prefill is that to the first token", *map(bad, _reasons(record)))
+    say("prefill time is the time to the first token", *map(bad, _reasons(record)))
     say(*facts["Memory"], *facts["Tokens"])
     print_notices(record["notices"])
     verdict = record["verdict"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def explain_checkpoint(flags: ProblemFlags, path: Path) -> Result:
         each = {one: explain_backends(one, flags.platform, **flags.request()) for one in {*problems.values()}}
         layers = tuple(LayerChoice(f"layers.{index}", "", one, each[one]) for index, one in problems.items())
     except CheckpointError as error:
-        if not folder.is_dir():
+        if not (folder / "config.json").is_file() or importlib.util.find_spec("transformers") is None:
             raise
         notices.append(f"from config.json alone: {error}")
     layers = layers or explain_model(folder, flags.platform, **flags.request(), **flags.wishes())

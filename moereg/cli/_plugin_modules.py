@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from typing import Final
 
 from moereg.registry import API_VERSION
@@ -18,13 +19,13 @@ moereg_api = "{API_VERSION}"
 """The major version of `moereg.author` that this is written for."""
 '''
 _DEVICE_TYPES: Final = '''
-    @classmethod
-    def device_types(cls, platform):
-        """The platform's, and the CPU for Triton's interpreter."""
-        import os
+@classmethod
+def device_types(cls, platform):
+    """The platform's, and the CPU for Triton's interpreter."""
+    import os
 
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
 '''
 
 
@@ -44,7 +45,7 @@ def plugin_modules(source: str, name: str, package: str) -> dict[str, str]:
     # A statement's lines include the comments above it, and the last one's those at the end.
     ends = [*(node.end_lineno or 0 for node in body[:-1]), len(lines)]
     spans = {node: slice(*span) for node, span in zip(body, zip([0, *ends], ends, strict=False), strict=True)}
-    moved = libraries = [node for node in body if _imports_library(node)]
+    moved = libraries = [node for node in body if _libraries(node)]
     names = set[str]()
     while (bound := set[str]().union(*map(_bound, moved))) != names:
         names = bound
@@ -52,7 +53,7 @@ def plugin_modules(source: str, name: str, package: str) -> dict[str, str]:
     kept = [node for node in body if node not in moved]
     for node in (*kept, *moved):
         if isinstance(node, ast.ClassDef) and moved:
-            _import_in_methods(node, names, f"{package}.kernels", lines)
+            _import_in_methods(node, names, f"{package}.kernels", lines, "triton" in _libraries(*libraries))
     imports = [node for node in kept if isinstance(node, (ast.Import, ast.ImportFrom))]
     own = set[str]().union(*(_bound(node) for node in kept if node not in imports))
     if "moereg_api" not in own:
@@ -69,7 +70,7 @@ def plugin_modules(source: str, name: str, package: str) -> dict[str, str]:
     return modules
 
 
-def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, lines: list[str]) -> None:
+def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, lines: list[str], is_triton: bool) -> None:
     """Lets the methods of a class import what they read, and the CPU run it in Triton's interpreter if it is Triton."""
     methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     if found := sorted(_read_at_once(node) & names):
@@ -79,16 +80,26 @@ def _import_in_methods(node: ast.ClassDef, names: set[str], module: str, lines: 
             "a plugin's class is made before kernel libraries are imported and can use them in its methods alone, got "
             f"{', '.join(found)} elsewhere in {node.name}; move it into a method"
         )
-    used = {method: sorted(_read(*method.body) & names) for method in methods.values()}
+    # A parameter hides what the module calls alike.
+    hidden = {
+        method: {each.arg for each in ast.walk(method.args) if isinstance(each, ast.arg)} for method in methods.values()
+    }
+    used = {method: sorted((_read(*method.body) & names) - hidden[method]) for method in methods.values()}
     for method, found in used.items():
         first = method.body[0]
+        if not found:
+            continue
+        if first.lineno == method.lineno:
+            raise ValueError(
+                f"a method that uses a kernel library needs lines of its own, got {node.name}.{method.name}"
+            )
         text = f"{' ' * first.col_offset}from {module} import {', '.join(found)}\n\n"
         place = first.lineno - 1 if ast.get_docstring(method) is None else first.end_lineno or 0
         while lines[place - 1].lstrip().startswith("#"):
             place -= 1
-        lines[place] = text * bool(found) + lines[place]
-    if "triton" in names and any(used.values()) and "device_types" not in methods:
-        lines[(node.end_lineno or 0) - 1] += _DEVICE_TYPES
+        lines[place] = text + lines[place]
+    if is_triton and any(used.values()) and "device_types" not in methods:
+        lines[(node.end_lineno or 0) - 1] += textwrap.indent(_DEVICE_TYPES, " " * node.body[0].col_offset)
 
 
 def _read_at_once(node: ast.stmt) -> set[str]:
@@ -101,11 +112,13 @@ def _read_at_once(node: ast.stmt) -> set[str]:
     return _read(*parts)
 
 
-def _imports_library(node: ast.stmt) -> bool:
-    statements = [] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else list(ast.walk(node))
+def _libraries(*nodes: ast.stmt) -> set[str]:
+    """Kernel libraries that statements import as soon as they run."""
+    at_once = [node for node in nodes if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    statements = [each for node in at_once for each in ast.walk(node)]
     found = {alias.name for each in statements if isinstance(each, ast.Import) for alias in each.names}
     found |= {each.module or "" for each in statements if isinstance(each, ast.ImportFrom)}
-    return not KERNEL_LIBRARIES.isdisjoint(name.partition(".")[0] for name in found)
+    return {name.partition(".")[0] for name in found} & {*KERNEL_LIBRARIES}
 
 
 def _bound(node: ast.stmt) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,7 +131,8 @@ def show_verify(report: Report, modules: Sequence[str]) -> None:
     skipped = collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped")
     say(*(f"{count} skipped: {reason}" for reason, count in skipped.items()), _verdict(report))
     for file in filter(is_file_name, modules if report.passed else ()):
-        say(_AS_PLUGIN.format(name=report.backend, file=file))
+        one = "," not in report.backend  # A plugin has one backend.
+        say(_AS_PLUGIN.format(name=report.backend if one else "NAME", file=shlex.quote(file)))
 
 
 def _row(report: Report, cell: CellName) -> list[str | Text]:

@@ -62,12 +62,11 @@ class Case:
 @contextlib.contextmanager
 def hooked(modules: Sequence[torch.nn.Module], **hooks: Callable[..., Any]) -> Iterator[None]:
     """Registers hooks on every module while its body runs."""
-    handles = [getattr(module, f"register_{name}")(hook) for module in modules for name, hook in hooks.items()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for name, hook in hooks.items():
+                stack.callback(getattr(module, f"register_{name}")(hook).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
@@ -177,6 +176,11 @@ class WholeModel:
         self.use(self._yardstick)
         bound = max(FACTOR * difference(self._logits(), self._expected)["norm"], _LEAST)
         layer_bound = max(FACTOR * self._layer_error(), _LEAST)
+        if not math.isfinite(bound + layer_bound):
+            raise ArgumentError(
+                f"compare needs finite logits of {self._yardstick} experts in {model.dtype}, got NaN or infinity; pass "
+                "another --dtype"
+            )
         record |= {"bound": bound, "layer_bound": layer_bound, "control": control, "checks": {}, "held_bytes": {}}
 
     def _logits(self) -> torch.Tensor:
@@ -212,7 +216,7 @@ class WholeModel:
 
         parts: list[torch.nn.Module] = []
         if all(parameter.dtype in _FLOATS for parameter in self.model.parameters()):
-            for part in (*self.model.get_decoder().children(), self.model.get_output_embeddings()):
+            for part in filter(None, (*self.model.get_decoder().children(), self.model.get_output_embeddings())):
                 parts += [*part] if isinstance(part, torch.nn.ModuleList) else [part]
         try:
             with hooked(self._seen, forward_hook=keep), hooked(parts, forward_pre_hook=widen, forward_hook=give_back):
@@ -398,8 +402,9 @@ class WholeModel:
             row["extra_bytes"] = torch.cuda.max_memory_allocated() - before
         # Routes are its own here, where a near tie may go the other way; where a cache grows, no two steps are alike.
         loose = max(FACTOR * self.record["bound"], self.record["control"]["norm"] / 2)
-        if not (grows or difference(_logits_of(out), first)["norm"] <= loose):
-            raise ArgumentError("wrong logits")
+        apart = 0.0 if grows else difference(_logits_of(out), first)["norm"]
+        if not apart <= loose:
+            raise ArgumentError(f"wrong logits in a second call: {apart:.2g}, bound {loose:.2g}")
         # Kernels differ by their number of tokens, and one in many layers may vanish in logits.
         rows = case.batch * (case.tokens if case.phase == "prefill" else 1)
         if rows not in self._bounds:
@@ -407,7 +412,7 @@ class WholeModel:
             self._bounds[rows] = max(FACTOR * self._layer_error(rows), _LEAST)
         self.use(name)
         if not (layers := self._layer_error(rows)) <= self._bounds[rows]:
-            raise ArgumentError(f"wrong experts for {rows} tokens: {layers:.2g}, bound {self._bounds[rows]:.2g}")
+            raise ArgumentError(f"wrong experts at T={rows}: {layers:.2g}, bound {self._bounds[rows]:.2g}")
         return again
 
 

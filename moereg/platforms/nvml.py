@@ -60,7 +60,8 @@ def _ask(**queries: Callable[[Any, Any], Any]) -> dict[str, Any]:
             else:
                 gpu = pynvml.nvmlDeviceGetHandleByUUID(visible)
             for name, query in queries.items():
-                with contextlib.suppress(pynvml.NVMLError):
+                # An older distribution of the same name lacks some.
+                with contextlib.suppress(pynvml.NVMLError, AttributeError):
                     answers[name] = query(pynvml, gpu)
         finally:
             pynvml.nvmlShutdown()

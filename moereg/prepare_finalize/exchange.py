@@ -158,10 +158,14 @@ def unpack_tokens(
     received: torch.Tensor, layout: RowLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
     """As `split_rows`, with one row for each route that arrived and K of 1; waits for the device."""
-    columns, ids, weights = split_rows(received, layout)
+    top_k = layout.top_k
+    head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
+    ids = head[:, :top_k]
     token, choice = (ids >= 0).nonzero(as_tuple=True)
-    weights = None if weights is None else weights[token, choice].unsqueeze(1)
-    return tuple(column[token] for column in columns), ids[token, choice].unsqueeze(1), weights
+    spans = zip(layout.starts, layout.widths, strict=True)
+    columns = tuple(received[:, start : start + width][token] for start, width in spans)
+    weights = head[:, top_k + 1 :][token, choice].view(torch.float32).unsqueeze(1) if layout.has_weights else None
+    return columns, ids[token, choice].unsqueeze(1), weights
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:

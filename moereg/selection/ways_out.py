@@ -31,8 +31,8 @@ def ways_out(selection: Selection) -> tuple[str, ...]:
     for plugin, backend, opt_in, schemes_of in json.loads(PLUGINS.read_bytes()):
         fits = any(name in schemes and PlatformRule(rule).matches(platform) for rule, schemes in schemes_of.items())
         if fits and not problem.exact_activations and not selection.request.require:
-            wish = f", on request: require={backend!r}" if opt_in else ""
-            found.append(f"pip install ./plugins/{plugin} of the source tree brings {backend}{wish}")
+            wish = f"; it is opt-in: require={backend!r}" if opt_in else ""
+            found.append(f"pip install ./plugins/{plugin} (in moereg's source tree) adds the backend {backend}{wish}")
     reading = [one.cell for one in decisions if one.cell and all(why.code != "quant_scheme" for why in one.reasons)]
     rules = dict.fromkeys(rule for cell in reading for rule in cell.rules)
     for wide in [rule for rule in rules if rule.text.endswith("+")]:
@@ -40,7 +40,7 @@ def ways_out(selection: Selection) -> tuple[str, ...]:
         rules = {one: None for one in rules if one is wide or not (one.instance and wide.matches(one.instance))}
     if rules:
         texts = " or ".join(rule.text for rule in rules)
-        found.append(f"kernels at hand compute {name} on {texts}, not on {platform}")
+        found.append(f"installed kernels compute {name} on {texts}, not on {platform}")
     if problem.quant.weight is not None:
         plain = dataclasses.replace(problem, quant=QUANT_SCHEMES["unquantized"])
         if winner := decide(plain, platform, Request(), load_backends().cells).winner:

@@ -172,7 +172,11 @@ def patch_interpreter() -> None:
     tune = tuner.run
 
     def run_first(self: Any, *args: Any, **named: Any) -> Any:
-        self.configs = self.configs[:1]  # With more, Triton asks for a driver, which a CPU lacks.
+        function = self.fn
+        while isinstance(function, (autotuner.Autotuner, autotuner.Heuristics)):
+            function = function.fn
+        if isinstance(function, interpreter.InterpretedFunction):
+            self.configs = self.configs[:1]  # With more, Triton asks for a driver, which a CPU lacks.
         return tune(self, *args, **named)
 
     tuner.run = run_first

@@ -127,7 +127,7 @@ def test_what_is_wrong_or_raises_gets_no_time(saved: Path, call: Call, planted: 
     right = {(phase, name) for phase in ("prefill", "decode") for name in ("eager", "moereg")}
     assert timed == {*right, ("prefill", "small")}
     (outcome,) = [row["outcome"] for row in rows if "ms" not in row]
-    assert outcome.startswith("wrong experts for 1 tokens: 0.3, bound 0.01")
+    assert outcome.startswith("wrong experts at T=1: 0.3, bound 0.01")
 
 
 def test_without_room_for_a_copy_the_prepared_model_comes_last(
@@ -248,6 +248,18 @@ def test_the_verdict_counts_neither_noise_nor_spread() -> None:
     found = verdict_of([row("eager", 9.0), row("grouped_mm", 8.0), row("moereg", 10.0)])
     assert "stay with model.set_experts_implementation('grouped_mm')" in found["lines"][-1]
     assert verdict_of([row("eager", 9.0)])["implementation"] is None
+    # What is slow in one phase is not the one to stay with, and what is wrong in one is not to be used in another.
+    times = {"eager": (5.0, 30.0), "grouped_mm": (20.0, 11.0), "moereg": (20.0, 12.0)}
+    rows = [
+        row(name, one[place], 0.01, phase)
+        for place, phase in enumerate(("prefill", "decode"))
+        for name, one in times.items()
+    ]
+    found = verdict_of(rows)
+    assert "stay with model.set_experts_implementation('eager')" in found["lines"][-1]
+    wrong = {**row("moereg", 1.0, phase="prefill"), "outcome": "wrong experts at T=512: 1, bound 0.1"}
+    del wrong["ms"]
+    assert verdict_of([*rows[:2], wrong, *rows[3:]])["implementation"] is None
 
 
 def test_a_picture_escapes_what_a_config_says() -> None:

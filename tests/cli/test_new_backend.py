@@ -256,6 +256,31 @@ def test_what_needs_a_kernel_library_moves_to_a_module_of_its_own() -> None:
     assert "moereg.author import" not in kernels
 
 
+SHORT = '''from triton import jit
+from moereg.author import register_moe_backend
+@jit
+def weights(): ...
+@jit
+def launch(): ...
+@register_moe_backend("short", 1, ("unquantized",), ("cuda:sm80+",))
+class Short:
+  def apply(self, out, weights):
+    launch[(1,)](out, weights)
+  def last(self):
+    """Nothing."""'''
+
+
+def test_other_styles_of_a_file_are_split_too() -> None:
+    """Two columns of indentation, a decorator alone imported, a parameter with a kernel's name, nothing but a text."""
+    backend, kernels = plugin_modules(SHORT, "short", "p").values()
+    assert "    from p.kernels import launch\n\n    launch[" in backend
+    (node,) = (node for node in ast.parse(backend).body if isinstance(node, ast.ClassDef))
+    assert [each.name for each in node.body] == ["apply", "last", "device_types"]
+    assert "def launch" in kernels
+    with pytest.raises(ValueError, match=r"lines of its own, got Short\.apply"):
+        plugin_modules(SHORT.replace("weights):\n    launch", "weights): launch"), "short", "p")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -13,7 +13,7 @@ from moereg.selection.ways_out import ways_out
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 
-BRINGS = "of the source tree brings"
+BRINGS = "(in moereg's source tree) adds the backend"
 DEQUANTIZED = "moereg.quantize.dequantize_weights makes 16-bit weights, which {} runs"
 
 
@@ -39,7 +39,7 @@ def deepseek(**keywords: Any) -> MoEProblem:
         (
             "fp8_block128",
             "rocm:gfx950",
-            [f"./plugins/moereg-aiter {BRINGS} aiter, on request: require='aiter'"],
+            [f"./plugins/moereg-aiter {BRINGS} aiter; it is opt-in: require='aiter'"],
             ["fp8_block128 on cuda:sm89+ or cpu, not on rocm:gfx950", DEQUANTIZED.format("torch (TorchDenseExperts)")],
         ),
     ],
@@ -47,7 +47,7 @@ def deepseek(**keywords: Any) -> MoEProblem:
 def test_a_plugin_then_a_machine_then_16_bits(quant: str, platform: str, plugins: list[str], others: list[str]) -> None:
     problem = deepseek(quant=quant)
     found = ways_out(explain_backends(problem, platform))
-    assert found == (*(f"pip install {each}" for each in plugins), f"kernels at hand compute {others[0]}", others[1])
+    assert found == (*(f"pip install {each}" for each in plugins), f"installed kernels compute {others[0]}", others[1])
     with pytest.raises(UnsupportedProblemError) as raised:
         select_backend(problem, platform)
     assert str(raised.value).splitlines()[-len(found) :] == [f"way out: {way}" for way in found]
