@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,11 +106,9 @@ def install_counting(site: Site, folder: Path) -> None:
     process = site.moereg(f"new-backend counting --directory {folder / 'wheel'}")
     assert process.returncode == 0, process.stderr
     source = folder / "wheel/src/moereg_counting/backend.py"
-    text = source.read_text()
-    assert text.count("        out.copy_(total)\n") == 1
-    source.write_text(
-        text.replace("        out.copy_(total)\n", "        out.copy_(total)\n        print('counted')\n")
-    )
+    text, count = re.subn(r"( +)out\.copy_\(.*\n", r"\g<0>\1print('counted')\n", source.read_text())
+    assert count == 1
+    source.write_text(text)
     site.install(folder / "wheel")
 
 
