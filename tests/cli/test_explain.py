@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,13 +170,17 @@ def test_sixteen_bits_of_a_model_that_is_released_quantized(call_json: CallJson)
         assert call_json(f"explain {line} --platform cuda:sm90")[1]["notices"] == []
 
 
-def test_a_platform_without_a_record_is_said_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"backend": "triton", "experts": "TritonExperts", "schemes": ("unquantized",), "rule": "cuda:sm80+"}
-    record |= {"tier": "kernel", "platform": "cuda:sm90", "device": "NVIDIA H200", "commit": ""}
-    record |= {"versions": {"torch": "2.11.0", "triton": "3.6.0"}}
-    made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
-    monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
+def vouch(monkeypatch: pytest.MonkeyPatch, **cell: Any) -> None:
+    """Makes one record of a class of triton on an H200 all that any cell has."""
+    record = {"backend": "triton", "platform": "cuda:sm90", "device": "NVIDIA H200", "commit": "", "date": "2026-11-22"}
+    record |= {"versions": {"torch": "2.11.0", "triton": "3.6.0"}, "cases": 3, "digest": "of the code"}
+    made = Verification(**record, **cell)  # type: ignore[arg-type]
+    monkeypatch.setattr(ledger, "_own_records", lambda of: (made,))
     monkeypatch.setattr(ledger, "class_digest", lambda experts: "of the code")
+
+
+def test_a_platform_without_a_record_is_said_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    vouch(monkeypatch, experts="TritonExperts", schemes=("unquantized",), rule="cuda:sm80+", tier="kernel")
     out = " ".join(call("explain --model qwen3-30b-a3b --platform rocm:gfx942")[1].split())
     verified = "verified on H200 with torch 2.11, triton 3.6 (sm90, 2026-11-22)"
     ending = "checked at first use there triton (TritonExperts): chosen by priority"
@@ -194,12 +199,7 @@ def test_explain_says_whether_its_choice_was_verified(
         "verified_on_platform": False,
         "checked_at_first_use": True,
     }
-    record = {"backend": "triton", "experts": "TritonQuantizedExperts", "schemes": ("mxfp8",), "rule": "cuda:sm90"}
-    record |= {"tier": "emulation", "platform": "cuda:sm90", "device": "NVIDIA H200", "commit": ""}
-    record |= {"versions": {"torch": "2.11.0", "triton": "3.6.0"}}
-    made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
-    monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
-    monkeypatch.setattr(ledger, "class_digest", lambda experts: "of the code")
+    vouch(monkeypatch, experts="TritonQuantizedExperts", schemes=("mxfp8",), rule="cuda:sm90", tier="emulation")
     line += " --platform cuda:sm90 --require triton"
     verdict = "triton (TritonQuantizedExperts): required by the request"
     machine = "H200 with torch 2.11, triton 3.6"
