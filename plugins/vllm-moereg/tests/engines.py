@@ -57,19 +57,19 @@ EXPERT_SCALE = 4.0
 """So much larger are experts' weights than the others, so that the residual does not hide what experts give."""
 
 
-def write_checkpoint(folder: Path, model: str, dtype: str, quant: str | None) -> Path:
-    """Writes a checkpoint whose tensors depend on their names alone."""
+def write_checkpoint(folder: Path, model: str, dtype: str, quant: str | None, version: int = 0) -> Path:
+    """Writes a checkpoint whose tensors depend on their names and its version alone."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.checkpoints.generate.compressed_tensors import quantized_copy
 
-    path = folder / f"{model}-{dtype}"
+    path = folder / f"{model}-{dtype}-{version}"
     if not path.exists():
         config = AutoConfig.for_model(**_SIZES | MODELS[model], dtype=dtype)
         made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + version)
             drawn = torch.randn(tensor.shape, generator=generator)
             if name.endswith(("norm.weight", "layernorm.weight")):
                 tensor.data.fill_(1)
@@ -133,6 +133,8 @@ def run(
     mode: str | None = None,
     control: bool = False,
     compare: bool = False,
+    version: int = 0,
+    reload: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """One engine.
@@ -140,10 +142,11 @@ def run(
     Args:
         folder: For checkpoints.
         watch: This process's.
-        model, dtype, quant: Name the checkpoint.
+        model, dtype, quant, version: Name the checkpoint.
         mode: Value of MOEREG_VLLM.
         control: Whether to generate again with experts that give zeros.
         compare: Whether to compare each call of a layer with the reference.
+        reload: The version that the running engine loads afterwards, to generate again.
         settings: For `vllm.LLM`.
     """
     from vllm import LLM, SamplingParams
@@ -152,7 +155,7 @@ def run(
     os.environ.pop("MOEREG_VLLM", None)
     if mode is not None:
         os.environ["MOEREG_VLLM"] = mode
-    path = write_checkpoint(folder, model, dtype, quant)
+    path = write_checkpoint(folder, model, dtype, quant, version)
     defaults = dict(enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=128)
     try:
         llm = LLM(str(path), dtype=dtype, max_num_seqs=4, seed=0, **defaults | settings)
@@ -173,6 +176,10 @@ def run(
         watch.zeroes = True
         result["zeroed"] = generate()
         watch.zeroes = False
+    if reload is not None:
+        other = write_checkpoint(folder, model, dtype, quant, reload)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        result["reloaded"] = generate()
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
     return result

@@ -38,6 +38,7 @@ ENVIRONMENT = {
 }
 ENGINES = Path(__file__).parent / "engines.py"
 QUANTS = ("fp8_block128", "fp8_channel_token", "mxfp4_w4a16", "int4_w4a16_g64", "int8_w8a8")
+RELOADED = ("int4_w4a16_g64", "fp8_block128")
 SENTENCE = "moereg runs model.layers"
 
 
@@ -63,6 +64,11 @@ JOBS: dict[str, list[dict[str, Any]]] = {
     "auto": [*({"control": True, "model": model} for model in MODELS), *STEERED.values()],
     "compiled": [{"control": True, "enforce_eager": False}],
     "stranger": [{"mode": "require"}],
+    "reloaded": [
+        {**row, **version}
+        for row in ({"model": "qwen3"}, {"model": "deepseek"}, *({"quant": q, "dtype": "bfloat16"} for q in RELOADED))
+        for version in ({"version": 1}, {"reload": 1})
+    ],
 }
 
 
@@ -149,6 +155,17 @@ def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
     assert found["errors"]
     assert max(found["errors"].values()) < 1, found["errors"]
     assert f" {JOBS['bounds'][index].get('quant', 'unquantized')} " in found["log"].partition(SENTENCE)[2]
+
+
+@pytest.mark.parametrize("index", range(4), ids=["qwen3", "deepseek", *RELOADED])
+def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines: Engines, index: int) -> None:
+    """As in reinforcement learning, after each update."""
+    own_tokens(engines)
+    new, running = engines("reloaded", 2 * index), engines("reloaded", 2 * index + 1)
+    assert "error" not in running, running["error"]
+    assert running["reloaded"] == new["tokens"]
+    assert all(one != other for one, other in zip(running["tokens"], new["tokens"], strict=True))
+    assert SENTENCE in running["log"]
 
 
 def test_a_strangers_kernel_serves(engines: Engines) -> None:

@@ -41,6 +41,11 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm_moereg import hook
 
@@ -247,7 +252,7 @@ def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
         matrix, suffix = GPT_OSS[module], SUFFIXES[name.removeprefix(module)]
         parameter = getattr(layer, matrix + suffix)
         for expert, values in enumerate(tensor):
-            layer.weight_loader(parameter, values, matrix + suffix, f"gpt_oss_{matrix}", expert, True)
+            parameter.weight_loader(parameter, values, matrix + suffix, f"gpt_oss_{matrix}", expert, True)
 
 
 def experts_of(made: Made) -> torch.Tensor:
@@ -313,6 +318,32 @@ def test_vllms_modular_kernel_runs_the_kernel_too(make: Callable[..., Made]) -> 
     assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_what_vllm_loads_again_reaches_the_kernel_where_it_is(name: str, make: Callable[..., Made]) -> None:
+    made = make(ROWS[name])
+    layer, method = made.layer, serve(made)
+    record_metadata_for_reloading(layer)
+    hidden_states = torch.randn(9, layer.hidden_size, generator=torch.Generator().manual_seed(8)).bfloat16()
+    call = layer, hidden_states, *made.whole.route(hidden_states), None, None
+    with set_current_vllm_config(made.engine):
+        method.process_weights_after_loading(layer)
+    expected = method.apply(*call)
+    kernel = hook.served_by(method).kernel
+    held = [each for each in kernel.weights.flat() if each.layout == torch.strided]
+    places = [each.data_ptr() for each in held]
+    for each in held:
+        each.view(torch.uint8).zero_()
+    assert not torch.equal(method.apply(*call), expected)
+    with set_current_vllm_config(made.engine):
+        initialize_layerwise_reload(layer)
+        load(layer, made.folder, ROWS[name].suffix)
+        finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
+    assert torch.equal(method.apply(*call), expected)
+    assert [each.data_ptr() for each in kernel.weights.flat() if each.layout == torch.strided] == places
+    found = {parameter.data_ptr() for parameter in layer.parameters()} | {each.data_ptr() for each in layer.buffers()}
+    assert found >= {*places}
+
+
 def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made]) -> None:
     for name, is_kept in (("unquantized", True), ("ct_int4_zp", False)):
         made = make(ROWS[name])
@@ -321,7 +352,7 @@ def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made
         with set_current_vllm_config(made.engine):
             method.process_weights_after_loading(made.layer)
         if not is_kept:
-            with pytest.raises(HostError, match=r"cannot load weights of .* again"):
+            with pytest.raises(HostError, match=r"cannot load single weights of .* reload_weights"):
                 load(made.layer, made.folder, "")
             continue
         expected = method.apply(made.layer, hidden_states, *routing, None, None)

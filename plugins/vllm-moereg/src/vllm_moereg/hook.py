@@ -20,12 +20,12 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from moereg import MoEKernel, Selection, explain_backends, make_kernel
+from moereg import ExpertWeights, MoEKernel, Selection, explain_backends, make_kernel
 from moereg.platforms import platform_of
 from vllm_moereg.experts import MoeregExperts
 from vllm_moereg.problem import Described, describe, moves_tokens
 from vllm_moereg.settings import HostError, Settings
-from vllm_moereg.weights import give_back, places_of, take_weights
+from vllm_moereg.weights import expose, give_back, places_of, take_weights
 
 __all__ = ["install", "served_by"]
 
@@ -64,7 +64,8 @@ class Served:
         name: The layer's.
         described: The layer.
         selection: How its backend was chosen.
-        kernel: The kernel, once weights are loaded.
+        kernel: The kernel, once weights are loaded. Later loads write into its tensors.
+        places: Tensors of the kernel that are the layer's own parameters, by name.
         moves_tokens: Whether vLLM moves tokens between ranks, so that its modular kernel is in between.
     """
 
@@ -75,6 +76,7 @@ class Served:
         self.moves_tokens = moves
         self.warm_up = warm_up
         self.kernel: MoEKernel | None = None
+        self.places: dict[str, torch.Tensor] = {}
 
 
 def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
@@ -160,16 +162,22 @@ def _subclass(base: type) -> type:
 
 def _process_weights(method: Any, layer: Any) -> None:
     served: Served = method.moereg
-    if served.kernel is not None:
-        raise HostError(f"moereg cannot load {served.name} again, since its weights were freed; start a new engine")
+    is_first = served.kernel is None
     try:
-        served.kernel = _made(served, layer)
+        if is_first:
+            _make(served, layer)
+        else:
+            _reload(served, layer)
     except ValueError as error:
         raise HostError(
             f"moereg cannot read the weights of {served.name} ({type(method).__name__}): {error}; MOEREG_VLLM=off "
             "leaves them to vLLM"
         ) from error
-    _refuse_reload(served.name, layer)
+    assert served.kernel is not None
+    expose(layer, served.kernel)
+    _refuse_single_loads(served.name, layer)
+    if not is_first:
+        return
     method.moe_quant_config = FusedMoEQuantConfig.make()
     mover = maybe_make_prepare_finalize(
         moe=method.moe,
@@ -186,24 +194,43 @@ def _process_weights(method: Any, layer: Any) -> None:
         logger.info("moereg: %s", served.kernel.warm_up())
 
 
-def _made(served: Served, layer: Any) -> MoEKernel:
+def _make(served: Served, layer: Any) -> None:
+    problem = served.described.problem
+    places = places_of(layer)
+    weights = _take(served, layer)
+    expert_map = layer._expert_map if problem.placement == "map" else None
+    kernel = make_kernel(problem, weights, selection=served.selection, expert_map=expert_map)
+    kernel.checks_values = False  # Before vLLM compiles, it runs the model on memory that nothing wrote.
+    served.kernel, served.places = kernel, give_back(layer, places, kernel)
+
+
+def _reload(served: Served, layer: Any) -> None:
+    """Writes into the kernel's tensors, whose addresses captured graphs hold.
+
+    vLLM has loaded into temporary parameters. It copies what it then finds under each name to where it was before,
+    which are the kernel's tensors again, so that nothing is copied twice.
+    """
+    assert served.kernel is not None
+    served.kernel.reload(_take(served, layer), write_shared=True)
+    for name, tensor in served.places.items():
+        layer._parameters[name].data = tensor
+
+
+def _take(served: Served, layer: Any) -> ExpertWeights:
     described = served.described
     loaded = getattr(layer, "_loaded_expert_biases", ())
     if loaded and not described.problem.has_bias:
         raise ValueError(f"the checkpoint must have no biases where the model declares none, got {sorted(loaded)}")
-    places = places_of(layer)
-    weights = take_weights(layer, described.form, described.problem, described.is_interleaved)
-    expert_map = layer._expert_map if described.problem.placement == "map" else None
-    kernel = make_kernel(described.problem, weights, selection=served.selection, expert_map=expert_map)
-    give_back(layer, places, kernel)
-    kernel.checks_values = False  # Before vLLM compiles, it runs the model on memory that nothing wrote.
-    return kernel
+    return take_weights(layer, described.form, described.problem, described.is_interleaved)
 
 
-def _refuse_reload(name: str, layer: Any) -> None:
+def _refuse_single_loads(name: str, layer: Any) -> None:
+    """Refuses tensors that `load_weights` gives to a repacked layer one by one, which nothing would process."""
+
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise HostError(
-            f"moereg cannot load weights of {name} again, since it freed what it had taken; start a new engine"
+            f"moereg cannot load single weights of {name}, which it has repacked; load all through vLLM's "
+            "reload_weights, which processes them"
         )
 
     for parameter in layer._parameters.values():

@@ -62,6 +62,10 @@ class Layer(Protocol):
     local_num_experts: int
     _parameters: dict[str, torch.nn.Parameter | None]
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter) -> None: ...
+
+    def register_buffer(self, name: str, tensor: torch.Tensor, persistent: bool) -> None: ...
+
 
 def read_form(method: Any) -> Form:
     """The form of a method's weights.
@@ -125,14 +129,37 @@ def places_of(layer: Layer) -> Places:
     return {name: (StorageWeakRef(one.untyped_storage()), one.shape, one.dtype) for name, one in held.items()}
 
 
-def give_back(layer: Layer, places: Places, kernel: MoEKernel) -> None:
-    """Makes the tensors that a kernel reads where vLLM had them the layer's parameters again, without a copy."""
+def give_back(layer: Layer, places: Places, kernel: MoEKernel) -> dict[str, torch.Tensor]:
+    """Makes the tensors that a kernel reads where vLLM had them the layer's parameters again, without a copy.
+
+    Returns:
+        These tensors by the parameter's name.
+    """
+    found = {}
     shared = [one for one in kernel.weights.flat() if one.layout == torch.strided]
     read = {one.untyped_storage()._cdata: one for one in shared if not one.storage_offset()}
     for name, (memory, shape, dtype) in places.items():
         tensor = read.get(memory.cdata)
         if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype):
-            _parameter(layer, name).data = tensor
+            _parameter(layer, name).data = found[name] = tensor
+    return found
+
+
+def expose(layer: Layer, kernel: MoEKernel) -> None:
+    """Registers what else a kernel reads, so that what vLLM does to a layer's tensors reaches it.
+
+    Repacked weights become parameters [E,...], and tables buffers, both called `moereg_NAME`.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in layer._parameters.values() if parameter is not None}
+    weights = kernel.weights
+    for name, tensor in {**weights.per_expert, **weights.shared}.items():
+        # On a CPU some are lists, or in a layout of oneDNN's that no parameter has.
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            continue
+        if name in weights.shared:
+            layer.register_buffer(f"moereg_{name}", tensor, persistent=False)
+        elif tensor.untyped_storage()._cdata not in own:
+            layer.register_parameter(f"moereg_{name}", torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def _is_of_experts(name: str) -> bool:
