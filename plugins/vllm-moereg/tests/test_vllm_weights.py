@@ -318,12 +318,14 @@ def test_vllms_modular_kernel_runs_the_kernel_too(make: Callable[..., Made]) -> 
     assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
 
 
-@pytest.mark.parametrize("name", ROWS)
+# vLLM's loader compares an expert's static scales with each other, which it cannot do on meta, where it counts them.
+@pytest.mark.parametrize("name", sorted({*ROWS} - {"ct_fp8_static"}))
 def test_what_vllm_loads_again_reaches_the_kernel_where_it_is(name: str, make: Callable[..., Made]) -> None:
     made = make(ROWS[name])
     layer, method = made.layer, serve(made)
     record_metadata_for_reloading(layer)
-    hidden_states = torch.randn(9, layer.hidden_size, generator=torch.Generator().manual_seed(8)).bfloat16()
+    hidden_states = torch.randn(9, layer.hidden_size, generator=torch.Generator().manual_seed(8))
+    hidden_states = hidden_states.to(made.whole.problem.torch_dtype)
     call = layer, hidden_states, *made.whole.route(hidden_states), None, None
     with set_current_vllm_config(made.engine):
         method.process_weights_after_loading(layer)
