@@ -165,7 +165,7 @@ def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines:
     assert "error" not in running, running["error"]
     assert running["reloaded"] == new["tokens"]
     assert all(one != other for one, other in zip(running["tokens"], new["tokens"], strict=True))
-    assert SENTENCE in running["log"]
+    assert running["calls"], "vLLM alone would pass"
 
 
 def test_a_strangers_kernel_serves(engines: Engines) -> None:

@@ -175,7 +175,7 @@ def _process_weights(method: Any, layer: Any) -> None:
         ) from error
     assert served.kernel is not None
     expose(layer, served.kernel)
-    _refuse_single_loads(served.name, layer)
+    _refuse_single_loads(served, layer)
     if not is_first:
         return
     method.moe_quant_config = FusedMoEQuantConfig.make()
@@ -224,18 +224,24 @@ def _take(served: Served, layer: Any) -> ExpertWeights:
     return take_weights(layer, described.form, described.problem, described.is_interleaved)
 
 
-def _refuse_single_loads(name: str, layer: Any) -> None:
+def _refuse_single_loads(served: Served, layer: Any) -> None:
     """Refuses tensors that `load_weights` gives to a repacked layer one by one, which nothing would process."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise HostError(
-            f"moereg cannot load single weights of {name}, which it has repacked; load all through vLLM's "
+            f"moereg cannot load single weights of {served.name}, which it has repacked; load all through vLLM's "
             "reload_weights, which processes them"
         )
 
-    for parameter in layer._parameters.values():
+    def ignore(*_: Any, **__: Any) -> bool:
+        return True
+
+    suffixes = {where.suffix for where in served.described.form.tensors.values()}
+    for key, parameter in layer._parameters.items():
         if parameter is not None and parameter.numel() == 0:
-            parameter.weight_loader = refuse
+            # vLLM goes on loading what says nothing, such as a shape for each expert, after it has processed a layer.
+            is_read = key.removeprefix("w13").removeprefix("w2") in suffixes
+            parameter.weight_loader = refuse if is_read else ignore
 
 
 def _apply(
