@@ -304,6 +304,7 @@ def main() -> int:
     import moereg
 
     imported = time.perf_counter()
+    print("imported", flush=True)
     while options.wait_for and not options.wait_for.exists():
         time.sleep(0.05)
     waited = time.perf_counter()
