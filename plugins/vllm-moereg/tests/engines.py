@@ -175,8 +175,33 @@ def run(
         other = write_checkpoint(folder, model, dtype, quant, reload)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         result["reloaded"] = greedy(llm, PROMPTS)
+        if quant == "int4_w4a16_g64":
+            result["single_loads"] = single_loads(llm, path)  # Others than it has.
+            result["kept"] = greedy(llm, PROMPTS)
     close(llm)
     return result
+
+
+def single_loads(llm: Any, path: Path) -> list[str]:
+    """What `load_weights` says to single tensors of experts: a checkpoint's scales, and dense weights, as TRL does."""
+    import torch
+    from safetensors.torch import load_file
+
+    experts = "model.layers.1.mlp.experts."
+    stored = load_file(path / "model.safetensors")
+    given = {name: tensor for name, tensor in stored.items() if name.startswith(experts) and name.endswith("scale")}
+    given[f"{experts}gate_up_proj"] = torch.ones(8, 256, 64)
+    said = []
+
+    def load(model: Any) -> None:
+        for name, tensor in given.items():
+            try:
+                said.append(f"{name}: {model.load_weights([(name, tensor)])}")
+            except Exception as error:
+                said.append(f"{name}: {type(error).__name__}: {error}")
+
+    llm.apply_model(load)
+    return said
 
 
 def greedy(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

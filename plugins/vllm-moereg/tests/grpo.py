@@ -67,7 +67,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def leave_linear_layers_unpacked() -> None:
-    """Lets linear layers read their parameters, as on a GPU: on a CPU vLLM packs them, which TRL's loads do not reach."""
+    """Lets linear layers read their parameters, as on a GPU: on a CPU vLLM packs them, so that TRL cannot load them."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
 
@@ -237,14 +237,14 @@ def change_weights_directly(options: argparse.Namespace, record: Record) -> None
     decode = decoder(super(type(llm), llm))
     if options.sleep:
         llm.wake_up()
-    first = AutoModelForCausalLM.from_pretrained(options.folder / "0", dtype="float32")
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(first.named_parameters())})
+    earlier = AutoModelForCausalLM.from_pretrained(options.folder / "1", dtype="float32")
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(earlier.named_parameters())})
     llm.reset_prefix_cache()
-    record.note("reload_weights", 0, decode)
+    record.note("reload_weights", 1, decode)
     if options.sleep:
         LLM.sleep(llm, level=1)
         llm.wake_up()
-        record.note("sleep level 1", 0, decode)
+        record.note("sleep level 1", 1, decode)
         LLM.sleep(llm, level=2)
         llm.wake_up()
         last = str(options.folder / str(NUM_UPDATES))
