@@ -16,6 +16,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,11 +166,20 @@ def free_port() -> int:
         return port
 
 
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=10):
+            return True
+    except OSError:
+        return False
+
+
 @contextmanager
 def server(options: argparse.Namespace, path: Path) -> Iterator[str]:
-    """vLLM's server on the second GPU, as TRL's documentation starts it; its address."""
+    """vLLM's server on the second GPU, with what TRL's documentation asks for; its address."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--port", str(port)]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
     command += ["--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs"]
     for name, value in settings(options).items():
         flag = f"--{name.replace('_', '-')}"
@@ -178,7 +189,11 @@ def server(options: argparse.Namespace, path: Path) -> Iterator[str]:
     with (options.folder / "server.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            yield f"http://127.0.0.1:{port}"
+            while not answers(f"{address}/health"):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended; see {log.name}")
+                time.sleep(1)
+            yield address
         finally:
             process.terminate()
             process.wait(60)
@@ -198,7 +213,6 @@ def train(options: argparse.Namespace, path: Path, address: str | None, record: 
         use_vllm=True,
         vllm_mode="server" if address else "colocate",
         vllm_server_base_url=address,
-        vllm_server_timeout=300,
         vllm_group_port=free_port(),
         vllm_enable_sleep_mode=options.sleep is not None,
         max_steps=NUM_UPDATES + 1,  # TRL generates before an update.
@@ -217,7 +231,8 @@ def train(options: argparse.Namespace, path: Path, address: str | None, record: 
         disable_tqdm=True,
     )
     record.trainer = trl.GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(path, dtype="float32"),
+        # On GPUs torch's grouped products are made for bf16.
+        AutoModelForCausalLM.from_pretrained(path, dtype="float32", experts_implementation="eager"),
         reward,
         arguments,
         train_dataset=datasets.Dataset.from_dict({"prompt": [" ".join(map(str, prompt)) for prompt in PROMPTS]}),
@@ -289,7 +304,8 @@ def main() -> int:
     options = arguments()
     os.environ |= {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
     if options.cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # transformers' trainer would use all.
+        # One, since transformers' trainer would use all.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     from vllm.model_executor.models import registry
 
     # vLLM looks at a model's class in a process of its own, which takes 9 s, to leave CUDA alone in this one.
