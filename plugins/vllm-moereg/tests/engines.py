@@ -183,7 +183,7 @@ def run(
 
 
 def single_loads(llm: Any, path: Path) -> list[str]:
-    """What `load_weights` says to single tensors of experts: a checkpoint's scales, and dense weights, as TRL does."""
+    """Loads single tensors of experts, a checkpoint's scales and then dense weights as TRL has them; what vLLM says."""
     import torch
     from safetensors.torch import load_file
 

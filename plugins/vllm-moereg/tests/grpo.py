@@ -100,7 +100,7 @@ def decoder(llm: Any) -> Decode:
 
 
 class Record:
-    """What TRL's engine gave, and which saved weights it had."""
+    """Notes what TRL's engine gives, and which saved weights it has."""
 
     def __init__(self, folder: Path, watch: Watch) -> None:
         self.folder = folder

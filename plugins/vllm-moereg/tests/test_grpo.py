@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def lines_of(folder: Path, *options: str) -> list[str]:
-    """What the program says at its end, where it found nothing wrong."""
+    """Runs the program, which must find nothing wrong; its lines about tokens that are equal."""
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(folder / "cache"), "XDG_DATA_HOME": str(folder)}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, str(Path(__file__).parent / "grpo.py"), str(folder), *options]
