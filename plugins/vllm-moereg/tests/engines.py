@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def write_checkpoint(folder: Path, model: str, dtype: str, quant: str | None, ve
 class Watch:
     """Notes calls of moereg's kernels in this process, in compiled code too, and may zero what they give."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_tensors: bool = True) -> None:
         from moereg import MoEKernel
 
         self.calls: list[Any] = []
@@ -102,7 +103,7 @@ class Watch:
             if self.zeroes:
                 call[3].zero_()
             else:
-                self.calls.append((kernel, *(each.clone() for each in call[:4])))
+                self.calls.append((kernel, *(each.clone() for each in call[:4] if keeps_tensors)))
 
         MoEKernel.check_and_run = check_and_run  # type: ignore[method-assign]
 
@@ -149,8 +150,7 @@ def run(
         reload: The version that the running engine loads afterwards, to generate again.
         settings: For `vllm.LLM`.
     """
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm import LLM
 
     os.environ.pop("MOEREG_VLLM", None)
     if mode is not None:
@@ -162,27 +162,63 @@ def run(
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
-    def generate() -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False, ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
-
     watch.calls.clear()
-    result: dict[str, Any] = {"tokens": generate(), "calls": len(watch.calls), "hooked": HOOK in sys.modules}
+    result: dict[str, Any] = {"tokens": greedy(llm, PROMPTS), "calls": len(watch.calls), "hooked": HOOK in sys.modules}
     result["experts"] = sorted({type(kernel.experts).__name__ for kernel, *_ in watch.calls})
     if compare:
         result["errors"] = watch.largest_errors(path, dtype, kernels(llm))
     if control:
         watch.zeroes = True
-        result["zeroed"] = generate()
+        result["zeroed"] = greedy(llm, PROMPTS)
         watch.zeroes = False
     if reload is not None:
         other = write_checkpoint(folder, model, dtype, quant, reload)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        result["reloaded"] = generate()
+        result["reloaded"] = greedy(llm, PROMPTS)
+        if quant == "int4_w4a16_g64":
+            result["single_loads"] = single_loads(llm, path)  # Others than it has.
+            result["kept"] = greedy(llm, PROMPTS)
+    close(llm)
+    return result
+
+
+def single_loads(llm: Any, path: Path) -> list[str]:
+    """Loads single tensors of experts, a checkpoint's scales and then dense weights as TRL has them; what vLLM says."""
+    import torch
+    from safetensors.torch import load_file
+
+    experts = "model.layers.1.mlp.experts."
+    stored = load_file(path / "model.safetensors")
+    given = {name: tensor for name, tensor in stored.items() if name.startswith(experts) and name.endswith("scale")}
+    given[f"{experts}gate_up_proj"] = torch.ones(8, 256, 64)
+    said = []
+
+    def load(model: Any) -> None:
+        for name, tensor in given.items():
+            try:
+                said.append(f"{name}: {model.load_weights([(name, tensor)])}")
+            except Exception as error:
+                said.append(f"{name}: {type(error).__name__}: {error}")
+
+    llm.apply_model(load)
+    return said
+
+
+def greedy(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """An engine's tokens after prompts that it gets at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False, ignore_eos=True)
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [list(each.outputs[0].token_ids) for each in llm.generate(asked, params, use_tqdm=False)]
+
+
+def close(llm: Any) -> None:
+    """Ends an engine of this process, so that another can start."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
-    return result
 
 
 def kernels(llm: Any) -> dict[int, Any]:

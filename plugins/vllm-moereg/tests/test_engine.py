@@ -168,6 +168,19 @@ def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines:
     assert running["calls"], "vLLM alone would pass"
 
 
+def test_single_weights_do_not_load_where_they_are_repacked(engines: Engines) -> None:
+    """As TRL loads them in an engine of its own."""
+    own_tokens(engines)
+    found = engines("reloaded", 2 * (2 + RELOADED.index("int4_w4a16_g64")) + 1)
+    assert "error" not in found, found["error"]
+    *quantized, dense = found["single_loads"]
+    assert len(quantized) == 3 * 8
+    assert all("HostError: moereg cannot load single weights" in each for each in quantized), quantized
+    assert all("reload_weights" in each for each in quantized)
+    assert "AttributeError: " in dense, "vLLM itself has no place for it"
+    assert found["kept"] == found["reloaded"]
+
+
 def test_a_strangers_kernel_serves(engines: Engines) -> None:
     expected, found = own_tokens(engines), engines("stranger")
     assert found["tokens"] == expected
