@@ -136,6 +136,7 @@ def run(
     compare: bool = False,
     version: int = 0,
     reload: int | None = None,
+    sleeps: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """One engine.
@@ -148,6 +149,7 @@ def run(
         control: Whether to generate again with experts that give zeros.
         compare: Whether to compare each call of a layer with the reference.
         reload: The version that the running engine loads afterwards, to generate again.
+        sleeps: Whether the engine sleeps and generates again, and sleeps so deep before it loads that all is lost.
         settings: For `vllm.LLM`.
     """
     from vllm import LLM
@@ -171,7 +173,14 @@ def run(
         watch.zeroes = True
         result["zeroed"] = greedy(llm, PROMPTS)
         watch.zeroes = False
+    if sleeps:
+        llm.sleep(level=1)
+        llm.wake_up()
+        result["woken"] = greedy(llm, PROMPTS)
     if reload is not None:
+        if sleeps:
+            llm.sleep(level=2)
+            llm.wake_up()
         other = write_checkpoint(folder, model, dtype, quant, reload)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         result["reloaded"] = greedy(llm, PROMPTS)
@@ -251,11 +260,13 @@ def pretend_amx() -> None:
 
 def main(job: Path) -> None:
     """Runs a job, a list of runs, and writes JOB.out.json."""
+    import torch
     from vllm.model_executor.models import registry
 
     # vLLM looks at a model's class in a process of its own, which takes 9 s, to leave CUDA alone in this one.
     registry._run_in_subprocess = lambda look: look()
-    pretend_amx()
+    if not torch.cuda.is_available():
+        pretend_amx()
     watch = Watch()
     results = []
     for settings in json.loads(job.read_text()):

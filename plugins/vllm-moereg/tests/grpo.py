@@ -4,8 +4,8 @@ Wherever TRL generates, its engine also decodes greedily, and the weights are sa
 load what was saved: exit status 1 unless their tokens are the same, and others with the weights before an update, and
 with the experts alone from before it. `FOLDER/log.json` has what was compared.
 
-On a CPU the engine is fp32 and eager. With --cuda it is bf16, with vLLM's compiler and CUDA graphs unless --eager says
-otherwise, and may sleep while TRL trains; --server needs two GPUs.
+On a CPU the engine is fp32 and eager. With --cuda it is bf16, with CUDA graphs unless --eager says otherwise, and may
+sleep while TRL trains; --server needs two GPUs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     if not options.cuda:
         return found | {"dtype": "float32", "enforce_eager": True}
     found |= {"dtype": "bfloat16", "enforce_eager": options.eager, "gpu_memory_utilization": 0.1}
-    return found | {"attention_backend": "TRITON_ATTN"}  # vLLM's own choice needs libraries that may not be there.
+    # Without the compiler, which takes half a minute of each engine. vLLM's own attention may be missing.
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+    return found | {"attention_backend": "TRITON_ATTN", "compilation_config": {} if options.eager else graphs}
 
 
 def leave_linear_layers_unpacked() -> None:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import MODELS, NUM_TOKENS, RUN
 
-from tests.plugins.installing import Site
+from tests.plugins.installing import ROOT, Site
 
 pytestmark = [
     pytest.mark.vllm,
@@ -241,3 +245,24 @@ def test_settings_that_steer(engines: Engines, name: str, said: str | None) -> N
     assert (found["calls"] > 0) == (name == "a field")
     if name == "declined":
         assert "denied by the request (torch)" in found["log"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
+@pytest.mark.parametrize("quant", [None, "int4_w4a16_g64", "fp8_block128"])
+def test_a_woken_engine_is_the_same_and_loads_other_weights(quant: str | None, tmp_path: Path) -> None:
+    """Level 1 keeps everything; level 2 loses what is neither a parameter nor a buffer, and what graphs read moves not."""
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+    common = {"mode": "require", "dtype": "bfloat16", "quant": quant, "gpu_memory_utilization": 0.1}
+    common |= {"enforce_eager": False, "compilation_config": graphs, "attention_backend": "TRITON_ATTN"}
+    common |= {"max_num_batched_tokens": 4096}
+    job = tmp_path / "job.json"
+    job.write_text(
+        json.dumps([{**common, "enable_sleep_mode": True, "sleeps": True, "reload": 1}, {**common, "version": 1}])
+    )
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.run([sys.executable, str(ENGINES), str(job)], env=environment, check=False)
+    assert process.returncode == 0
+    slept, other = json.loads(job.with_suffix(".out.json").read_text())
+    assert slept["woken"] == slept["tokens"]
+    assert slept["reloaded"] == other["tokens"] != slept["tokens"]
