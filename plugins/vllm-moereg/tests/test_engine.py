@@ -251,7 +251,7 @@ def test_settings_that_steer(engines: Engines, name: str, said: str | None) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
 @pytest.mark.parametrize("quant", [None, "int4_w4a16_g64", "fp8_block128"])
 def test_a_woken_engine_is_the_same_and_loads_other_weights(quant: str | None, tmp_path: Path) -> None:
-    """Level 1 keeps everything; level 2 loses what is neither a parameter nor a buffer, and what graphs read moves not."""
+    """Level 1 keeps everything, level 2 parameters and buffers, and nothing moves that graphs read."""
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
     common = {"mode": "require", "dtype": "bfloat16", "quant": quant, "gpu_memory_utilization": 0.1}
     common |= {"enforce_eager": False, "compilation_config": graphs, "attention_backend": "TRITON_ATTN"}
