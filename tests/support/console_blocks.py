@@ -52,7 +52,7 @@ class Environment:
             folder: A new folder for it.
         """
         self._venv, self.wheels = folder / "venv", folder / "wheels"
-        # By this name hypothesis knows that they are not the code under test, whose files it parses for constants: 20 s.
+        # By this name hypothesis knows that they are not the code under test, which it parses for constants: 20 s.
         libraries = folder / "libraries" / "site-packages"
         _run([sys.executable, "-m", "venv", "--without-pip", str(self._venv)])
         libraries.mkdir(parents=True)
