@@ -32,7 +32,6 @@ pytestmark = [
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_COLOR": "0",
     "HF_HUB_OFFLINE": "1",
@@ -58,21 +57,26 @@ STEERED: dict[str, dict[str, Any]] = {
     "off": steered(mode="off"),
     "a field": steered(deterministic=True),
 }
+BOUNDS: list[dict[str, Any]] = [
+    *({"model": model, "dtype": "bfloat16", "compare": True} for model in MODELS),
+    *({"quant": quant, "dtype": "bfloat16", "compare": True} for quant in QUANTS),
+]
+RELOADS: list[dict[str, Any]] = [
+    {**row, **version}
+    for row in ({"model": "qwen3"}, {"model": "deepseek"}, *({"quant": q, "dtype": "bfloat16"} for q in RELOADED))
+    for version in ({"version": 1}, {"reload": 1})
+]
+# Few jobs, since a process takes 10 s until its first engine, and each further engine one.
 JOBS: dict[str, list[dict[str, Any]]] = {
-    "bounds": [
-        *({"model": model, "dtype": "bfloat16", "compare": True} for model in MODELS),
-        *({"quant": quant, "dtype": "bfloat16", "compare": True} for quant in QUANTS),
-    ],
+    "bounds": [*BOUNDS, *RELOADS],
     "ranks": [{"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": True}],
     "off": [{"mode": "off", "model": model} for model in MODELS],
-    "auto": [*({"control": True, "model": model} for model in MODELS), *STEERED.values()],
-    "compiled": [{"control": True, "enforce_eager": False}],
-    "stranger": [{"mode": "require"}],
-    "reloaded": [
-        {**row, **version}
-        for row in ({"model": "qwen3"}, {"model": "deepseek"}, *({"quant": q, "dtype": "bfloat16"} for q in RELOADED))
-        for version in ({"version": 1}, {"reload": 1})
+    "auto": [
+        *({"control": True, "model": model} for model in MODELS),
+        *STEERED.values(),
+        {"control": True, "enforce_eager": False},
     ],
+    "stranger": [{"mode": "require"}],
 }
 
 
@@ -150,7 +154,7 @@ def test_tokens_are_vllms_own(engines: Engines, model: str) -> None:
     assert found["log"].count(SENTENCE) == 1, found["log"]
 
 
-@pytest.mark.parametrize("index", range(len(JOBS["bounds"])), ids=[*MODELS, *QUANTS])
+@pytest.mark.parametrize("index", range(len(BOUNDS)), ids=[*MODELS, *QUANTS])
 def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
     own_tokens(engines)
     found = engines("bounds", index)
@@ -158,14 +162,14 @@ def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
     assert found["calls"] == NUM_TOKENS * len(found["errors"])
     assert found["errors"]
     assert max(found["errors"].values()) < 1, found["errors"]
-    assert f" {JOBS['bounds'][index].get('quant', 'unquantized')} " in found["log"].partition(SENTENCE)[2]
+    assert f" {BOUNDS[index].get('quant', 'unquantized')} " in found["log"].partition(SENTENCE)[2]
 
 
 @pytest.mark.parametrize("index", range(4), ids=["qwen3", "deepseek", *RELOADED])
 def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines: Engines, index: int) -> None:
     """As in reinforcement learning, after each update."""
     own_tokens(engines)
-    new, running = engines("reloaded", 2 * index), engines("reloaded", 2 * index + 1)
+    new, running = (engines("bounds", len(BOUNDS) + 2 * index + place) for place in range(2))
     assert "error" not in running, running["error"]
     assert running["reloaded"] == new["tokens"]
     assert all(one != other for one, other in zip(running["tokens"], new["tokens"], strict=True))
@@ -197,7 +201,7 @@ def test_a_strangers_kernel_serves(engines: Engines) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="requires a C++ compiler for inductor's code")
 def test_compiled_code_runs_the_kernels(engines: Engines) -> None:
-    expected, found = own_tokens(engines), engines("compiled")
+    expected, found = own_tokens(engines), engines("auto", -1)
     assert found["tokens"] == expected
     assert all(zeroed != tokens for zeroed, tokens in zip(found["zeroed"], expected, strict=True))
     assert found["calls"] == NUM_TOKENS * 2
