@@ -1,4 +1,4 @@
-"""What the processes of a served engine that hold its model share: random weights, and comparisons with fp32."""
+"""Random weights and comparisons with fp32 for the processes of a served engine that hold its model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Compared:
         hook.take_weights, hook._apply = take_weights, apply
 
     def found(self) -> dict[str, Any]:
-        """What the comparison found."""
+        """The number of calls, and the largest relative errors, over their bounds and as such."""
         return {"calls": self.calls, "worst": max(self.worst.values()), "error": max(self.errors.values())}
 
     def _compare(self, ours: Any, weights: Any, x: Any, topk_weights: Any, topk_ids: Any, out: Any) -> None:

@@ -292,7 +292,7 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def head_of(options: argparse.Namespace, engine: str, version: str) -> dict[str, Any]:
-    """What a stored run says besides its measurements."""
+    """A stored run without its measurements."""
     import torch
 
     import moereg

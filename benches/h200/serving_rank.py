@@ -1,4 +1,4 @@
-"""What each worker of a vLLM engine imports for `benches.h200.serving`: random weights, and comparisons with fp32.
+"""Each worker of a vLLM engine imports this for `benches.h200.serving`: random weights, and comparisons with fp32.
 
 Importing it patches vLLM, since a worker offers nothing else that runs before its model is loaded.
 """
@@ -45,7 +45,7 @@ class Rank:
         return served(self.get_model())  # type: ignore[attr-defined]
 
     def bench_compared(self) -> dict[str, Any] | None:
-        """What the comparison found."""
+        """Errors of the calls that were compared."""
         return _COMPARED and _COMPARED.found()
 
 
