@@ -365,7 +365,7 @@ def main() -> int:
             print(f"rank {rank}: {calls} calls, worst error {error:.2e}, {worst:.2f} of its bound", flush=True)
     if options.json:
         options.json.write_text(json.dumps(result))
-    print(f"all {time.perf_counter() - start:.1f} s, of it start {result['start_s']:.1f} s", flush=True)
+    print(f"all {time.perf_counter() - waited:.1f} s, of it start {result['start_s']:.1f} s", flush=True)
     return 0
 
 
