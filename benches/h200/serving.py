@@ -397,7 +397,7 @@ def main() -> int:
         row = arrive(engine, arrivals, config["vocab_size"])
         result["arrivals"].append(row)
         print(f"{options.model} {options.quant} {options.plugin} {options.round} {json.dumps(row)}", flush=True)
-    finish(options, result, engine.collective_rpc("bench_compared"), time.perf_counter() - start)
+    finish(options, result, engine.collective_rpc("bench_compared"), time.perf_counter() - waited)
     return 0
 
 
