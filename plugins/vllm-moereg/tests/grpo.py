@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    # One host, whose other networks may lead nowhere, and whose NVLink multicast may be others' too.
+    # One host needs no other network and no multicast.
     "VLLM_HOST_IP": "127.0.0.1",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -65,7 +65,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     if not options.cuda:
         return found | {"dtype": "float32", "enforce_eager": True}
     found |= {"dtype": "bfloat16", "enforce_eager": options.eager, "gpu_memory_utilization": 0.1}
-    # Without the compiler, which takes half a minute of each engine. vLLM's own attention may be missing.
+    # Without the compiler, which takes half a minute of each engine; Triton's attention has no sizes that it refuses.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
     return found | {"attention_backend": "TRITON_ATTN", "compilation_config": {} if options.eager else graphs}
 

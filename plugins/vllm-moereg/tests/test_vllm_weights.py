@@ -352,14 +352,15 @@ def test_what_vllm_loads_again_reaches_the_kernel_where_it_is(name: str, ranks: 
     assert not {key: each.shape for key, each in live_tensors().items() if key not in before.keys() | known}
     held = [each for each in kernel.weights.flat() if each.layout == torch.strided]
     places = [each.data_ptr() for each in held]
-    for each in held:
-        each.view(torch.uint8).zero_()
-    assert not torch.equal(method.apply(*call), expected)
-    with set_current_vllm_config(made.engine):
-        initialize_layerwise_reload(layer)
-        load(layer, made.folder, ROWS[name].suffix)
-        finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
-    assert torch.equal(method.apply(*call), expected)
+    for _ in range(2):
+        for each in held:
+            each.view(torch.uint8).zero_()
+        assert not torch.equal(method.apply(*call), expected)
+        with set_current_vllm_config(made.engine):
+            initialize_layerwise_reload(layer)
+            load(layer, made.folder, ROWS[name].suffix)
+            finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
+        assert torch.equal(method.apply(*call), expected)
     assert [each.data_ptr() for each in kernel.weights.flat() if each.layout == torch.strided] == places
 
 
@@ -380,6 +381,16 @@ def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made
         assert not method.apply(made.layer, hidden_states, *routing, None, None).any()
         load(made.layer, made.folder, "")
         assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
+
+
+def test_a_single_bias_is_refused_where_rows_were_copied(make: Callable[..., Made]) -> None:
+    made = make(ROWS["gpt_oss"])
+    layer, method = made.layer, serve(made)
+    with set_current_vllm_config(made.engine):
+        method.process_weights_after_loading(layer)
+    assert not layer.w13_bias.numel()
+    with pytest.raises(HostError, match=r"cannot load single weights of .* reload_weights"):
+        layer.w13_bias.weight_loader(layer.w13_bias, torch.zeros(2), "w13_bias", "gpt_oss_w13", 0, True)
 
 
 def test_every_reader_is_tested() -> None:

@@ -123,7 +123,10 @@ def _process_weights(method: Any, layer: Any) -> None:
     key = served.selection.fingerprint
     if served.kernel.weights.device.type == "cuda" and key not in _WARMED:
         _WARMED.add(key)
-        logger.info("moereg: %s", served.kernel.warm_up())
+        try:
+            logger.info("moereg: %s", served.kernel.warm_up())
+        except (ValueError, RuntimeError) as error:
+            logger.warning("moereg: kernels compile when they are first called, since they did not ahead: %s", error)
         WORKSPACES.release()  # SGLang's calls run on other streams, which have scratch memory of their own.
 
 

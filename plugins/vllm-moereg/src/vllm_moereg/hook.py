@@ -236,7 +236,7 @@ def _refuse_single_loads(served: Served, layer: Any) -> None:
     def ignore(*_: Any, **__: Any) -> bool:
         return True
 
-    suffixes = {where.suffix for where in served.described.form.tensors.values()}
+    suffixes = {"_bias", *(where.suffix for where in served.described.form.tensors.values())}
     for key, parameter in layer._parameters.items():
         if parameter is not None and parameter.numel() == 0:
             # vLLM goes on loading what says nothing, such as a shape for each expert, after it has processed a layer.

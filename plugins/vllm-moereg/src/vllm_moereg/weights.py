@@ -140,7 +140,7 @@ def give_back(layer: Layer, places: Places, kernel: MoEKernel) -> dict[str, torc
     read = {one.untyped_storage()._cdata: one for one in shared if not one.storage_offset()}
     for name, (memory, shape, dtype) in places.items():
         tensor = read.get(memory.cdata)
-        if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype):
+        if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.is_contiguous():
             _parameter(layer, name).data = found[name] = tensor
     return found
 
