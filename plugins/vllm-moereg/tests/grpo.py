@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import MODELS, NUM_TOKENS, PROMPTS, Watch, close, greedy, write_checkpoint
+from engines import MODELS, NUM_TOKENS, PROMPTS, Watch, close, greedy, route_on_a_cpu, write_checkpoint
 
 # Wide enough for vLLM's attention on a GPU.
 MODELS["grpo"] = MODELS["qwen3"] | {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256}
@@ -314,6 +314,7 @@ def main() -> int:
     registry._run_in_subprocess = lambda look: look()
     if not options.cuda:
         leave_linear_layers_unpacked()
+        route_on_a_cpu()
     if options.new:
         new_engines(options)
         return 0
