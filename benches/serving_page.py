@@ -12,7 +12,7 @@ from benches.stored import RESULTS, outcome, read
 __all__ = ["TABLES"]
 
 _FILE: Final = RESULTS / "serving_h200.json"
-_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "vLLM's default"}
+_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "graphs and compiler"}
 
 
 class _Pair(NamedTuple):

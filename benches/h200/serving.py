@@ -24,8 +24,9 @@ from typing import Any, Final
 
 from benches.whole_model.models import MODELS
 
-_SETTINGS: Final = "MOEREG_SERVING"
-"""The environment variable that `serving_rank` reads."""
+SETTINGS: Final = "MOEREG_SERVING"
+"""The environment variable that `serving_rank` reads: `{"config", "shards", "zero_experts", "compare"}` in JSON, the
+model's config.json, the parts of experts' columns, whether experts give zeros, and whether to compare their calls."""
 
 _FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _INT4: Final = {
@@ -366,7 +367,7 @@ def main() -> int:
         time.sleep(0.05)
     waited = time.perf_counter()
     config = config_of(options.model, options.quant, options.layers)
-    os.environ[_SETTINGS] = json.dumps(
+    os.environ[SETTINGS] = json.dumps(
         {
             "config": config,
             "shards": 1 if options.experts_parallel else options.parallel,

@@ -12,10 +12,7 @@ from typing import Any, Final
 from vllm.model_executor.model_loader import dummy_loader
 
 from benches.h200.engines import Compared, fill
-
-SETTINGS: Final = "MOEREG_SERVING"
-"""The environment variable with `{"config", "shards", "zero_experts", "compare"}` in JSON: the model's config.json, the
-parts of experts' columns, whether experts give zeros, and whether to compare their calls."""
+from benches.h200.serving import SETTINGS
 
 
 def served(model: Any) -> dict[str, Any]:

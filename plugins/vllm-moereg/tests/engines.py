@@ -53,6 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = (list(range(5, 25)), [400, 3, 77, 210, 9, 121, 330])
 NUM_TOKENS = 16
+PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+"""Variables of a process that runs engines, set before it imports vLLM."""
 RUN = "=== run "
 HOOK = "vllm_moereg.hook"
 CACHE_BYTES = 1 << 24

@@ -27,6 +27,7 @@ from engines import (
     CACHE_BYTES,
     MODELS,
     NUM_TOKENS,
+    PROCESS,
     PROMPTS,
     Watch,
     close,
@@ -41,13 +42,8 @@ NUM_UPDATES = 3
 BATCH = 4
 MIXED = "mixed"
 """The folder of the last weights with experts from before the last update."""
-ENVIRONMENT = {
+ENVIRONMENT = PROCESS | {
     "MOEREG_VLLM": "require",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
     # One host needs no other network and no multicast.
     "VLLM_HOST_IP": "127.0.0.1",
     "NCCL_SOCKET_IFNAME": "lo",

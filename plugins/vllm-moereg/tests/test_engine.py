@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODELS, NUM_TOKENS, RUN
+from engines import MODELS, NUM_TOKENS, PROCESS, RUN
 
 from tests.plugins.installing import ROOT, Site
 
@@ -29,14 +29,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="requires vllm, which is not installed"),
 ]
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
+ENVIRONMENT = PROCESS | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_COLOR": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "400",
 }
