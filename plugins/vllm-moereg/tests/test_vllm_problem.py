@@ -56,7 +56,6 @@ ENGINE = "engine.parallel_config"
 DECLINES: dict[str, dict[str, Any]] = {
     "requires experts without LoRA, got an engine with it": {"config.is_lora_enabled": True},
     "leaves a layer whose kernel was requested to vLLM, got --moe-backend triton": {"config.moe_backend": "triton"},
-    "requires experts that stay where they are, got --enable-eplb": {f"{PARALLEL}.enable_eplb": True},
     "requires a fixed number of ranks, got elastic expert parallelism": {f"{ENGINE}.enable_elastic_ep": True},
     "requires one stream, got --enable-dbo or --ubatch-size": {f"{ENGINE}.use_ubatching": True},
     "requires --all2all-backend allgather_reducescatter, got moonep": {
@@ -110,6 +109,7 @@ METHODS = {
     ),
     "requires nvfp4 activations with one global scale, got one per token": nvfp4(per_token_activation=True),
     "requires gate rows before up rows in scheme fp8_block128, got swigluoai, which alternates them": fp8(),
+    "requires activations with scales per token with --enable-eplb, got one for all in scheme nvfp4": nvfp4(),
     # gpt-oss on four ranks.
     "requires intermediate size of a rank % 32 == 0 in scheme mxfp4_w4a16, got 720": method_of("GptOssMxfp4MoEMethod"),
     "requires hidden size % 16 == 0 in scheme nvfp4, got 72": nvfp4(),
@@ -118,6 +118,7 @@ CHANGES = {
     "swigluoai": {"config.activation.value": "swigluoai"},
     "720": {"config.activation.value": "swigluoai", "config.intermediate_size_per_partition": 720},
     "72": {"config.hidden_dim": 72},
+    "one for all": {f"{PARALLEL}.enable_eplb": True},
 }
 """Changes of the layer, where a reason got one of these."""
 
@@ -144,6 +145,7 @@ PROBLEMS = [
     ({"config.has_bias": True}, Settings(), {"has_bias": True, "max_num_tokens": 64}),
     ({f"{PARALLEL}.use_ep": True, "config.num_local_experts": 4}, Settings(), {"placement": "map"}),
     ({f"{PARALLEL}.use_ep": True}, Settings(), {"placement": "contiguous"}),
+    ({f"{PARALLEL}.enable_eplb": True}, Settings(), {"quant.name": "unquantized"}),
     ({**WEIGHTED, "config.experts_per_token": 1}, Settings(), {"apply_router_weight_on_input": True, "top_k": 1}),
     # Every rank may get every other's tokens, which vLLM has weighted.
     ({**WEIGHTED, **DP}, Settings(), {"apply_router_weight_on_input": False, "max_num_tokens": 128}),

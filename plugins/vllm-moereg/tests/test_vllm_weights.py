@@ -149,9 +149,8 @@ def gpt_oss(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
+def checkpoints_in(folder: Path) -> Callable[[str], Path]:
+    """Finds a row's checkpoint, or writes it into a folder."""
 
     @functools.cache
     def get(source: str) -> Path:
@@ -160,6 +159,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return written(folder, source) if source in QUANT_SCHEMES else CHECKPOINTS / source
 
     return get
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 class Made(NamedTuple):
@@ -190,11 +194,12 @@ class Made(NamedTuple):
         return kernel(hidden_states, *self.whole.route(hidden_states)).float()
 
 
-@pytest.fixture
-def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
+def maker(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
     """Makes a row's layer, as rank `rank` of `tp` x `ep` would have it."""
 
-    def build(row: Row, tp: int = 1, ep: int = 1, rank: int = 0, num_experts: int | None = None) -> Made:
+    def build(
+        row: Row, tp: int = 1, ep: int = 1, rank: int = 0, num_experts: int | None = None, num_redundant: int = 0
+    ) -> Made:
         for module, name, enum in ORACLES:
             found, member = enum.split(".")
             backends = getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{found}"), member)
@@ -213,6 +218,7 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
         is_gpt_oss = config["model_type"] == "gpt_oss"
         engine = VllmConfig()
         engine.parallel_config.enable_expert_parallel = ep > 1
+        engine.parallel_config.enable_eplb = num_redundant > 0
         with set_current_vllm_config(engine):
             layer = FusedMoEFactory(
                 num_experts=num_experts or config.get("num_experts") or config["num_local_experts"],
@@ -225,6 +231,7 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
                 activation="swigluoai" if is_gpt_oss else "silu",
                 has_bias=is_gpt_oss,
                 routed_experts_cls=GptOssRoutedExperts if is_gpt_oss else RoutedExperts,
+                **{"enable_eplb": num_redundant > 0, "num_redundant_experts": num_redundant},
             ).routed_experts
         assert type(layer.quant_method).__name__ == row.method
         engine.model_config = SimpleNamespace(enforce_eager=True, enable_sleep_mode=False)
@@ -233,6 +240,9 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
         return Made(layer, engine, load_experts(folder, 0), folder)
 
     return build
+
+
+make = pytest.fixture(name="make")(maker)
 
 
 def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
@@ -251,7 +261,8 @@ def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
         module = next(each for each in GPT_OSS if name.startswith(each))
         matrix, suffix = GPT_OSS[module], SUFFIXES[name.removeprefix(module)]
         parameter = getattr(layer, matrix + suffix)
-        for expert, values in enumerate(tensor):
+        for expert in range(layer.global_num_experts):
+            values = tensor[expert % len(tensor)]
             parameter.weight_loader(parameter, values, matrix + suffix, f"gpt_oss_{matrix}", expert, True)
 
 
@@ -302,6 +313,7 @@ def test_a_served_method_answers_vllm(name: str, make: Callable[..., Made]) -> N
     assert hook.served_by(method) is not None
     assert type(method).__name__ == ROWS[name].method
     assert method.get_fused_moe_quant_config(made.layer).quant_dtype is None, "as the warm-up of DeepGEMM asks"
+    assert method.supports_eplb
     assert not method.supports_pre_processed_weights
 
 

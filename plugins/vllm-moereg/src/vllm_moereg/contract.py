@@ -53,6 +53,7 @@ CONTRACT: Final = (
     ),
     Need(_MOE + "routed_experts.py", "RoutedExperts._get_quant_method", ("prefix", "quant_config", "moe_config"), True),
     Need(_MOE + "routed_experts.py", "RoutedExperts._expert_routing_tables", (), True),
+    Need(_MOE + "routed_experts.py", "RoutedExperts.get_expert_weights", (), True),
     Need(
         _MOE + "fused_moe_method_base.py",
         "FusedMoEMethodBase.apply",

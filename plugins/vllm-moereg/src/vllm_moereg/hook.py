@@ -25,7 +25,7 @@ from moereg.platforms import platform_of
 from vllm_moereg.experts import MoeregExperts
 from vllm_moereg.problem import Described, describe, moves_tokens
 from vllm_moereg.settings import HostError, Settings
-from vllm_moereg.weights import expose, give_back, places_of, take_weights
+from vllm_moereg.weights import expose, give_back, places_of, rows_of_experts, take_weights
 
 __all__ = ["install", "served_by"]
 
@@ -154,9 +154,10 @@ def _subclass(base: type) -> type:
         "process_weights_after_loading": _process_weights,
         "apply": _apply,
     }
-    flags = ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_eplb")
-    for name in (*flags, "supports_pre_processed_weights"):
+    flags = ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_pre_processed_weights")
+    for name in flags:
         namespace[name] = property(lambda self: False)
+    namespace["supports_eplb"] = property(lambda self: True)
     return type(base.__name__, (base,), namespace)
 
 
@@ -166,6 +167,10 @@ def _process_weights(method: Any, layer: Any) -> None:
     try:
         if is_first:
             _make(served, layer)
+            if method.moe.moe_parallel_config.enable_eplb:
+                # vLLM's own takes every parameter, also those that are empty now.
+                rows = rows_of_experts(served.kernel)
+                layer.get_expert_weights = lambda: rows
         else:
             _reload(served, layer)
     except ValueError as error:

@@ -116,7 +116,11 @@ def _refusals_of_form(form: Form, layer: Any, config: Any) -> Iterator[str]:
     name = config.activation.value
     if name == _INTERLEAVED and not form.may_interleave:
         yield f"requires gate rows before up rows in scheme {form.scheme}, got {name}, which alternates them"
-    weight = QUANT_SCHEMES[form.scheme].weight
+    weight, activation = QUANT_SCHEMES[form.scheme].weight, QUANT_SCHEMES[form.scheme].activation
+    is_of_rank = activation is not None and (activation.group[0] == WHOLE or activation.global_scale)
+    if is_of_rank and config.moe_parallel_config.enable_eplb:
+        # It depends on the experts of a rank, so that numbers would change when experts move.
+        yield f"requires activations with scales per token with --enable-eplb, got one for all in scheme {form.scheme}"
     if weight is None:
         if layer.params_dtype != config.in_dtype:
             yield f"requires weights of the tokens' dtype, got {layer.params_dtype} and {config.in_dtype}"
@@ -146,8 +150,6 @@ def _refusals(config: Any, engine: Any) -> Iterator[str]:
         yield "requires experts without LoRA, got an engine with it"
     if config.moe_backend != "auto":
         yield f"leaves a layer whose kernel was requested to vLLM, got --moe-backend {config.moe_backend}"
-    if parallel.enable_eplb:
-        yield "requires experts that stay where they are, got --enable-eplb"
     if engine.parallel_config.enable_elastic_ep:
         yield "requires a fixed number of ranks, got elastic expert parallelism"
     if engine.parallel_config.use_ubatching:
