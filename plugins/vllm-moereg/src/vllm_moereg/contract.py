@@ -25,6 +25,8 @@ _CALL: Final = (
     "topk_weights topk_ids activation global_num_experts expert_map apply_router_weight_on_input".split()  # noqa: SIM905
 )
 
+_ADAPTED: Final = "lora_context y x topk_weights w1 w2 num_tokens top_k_num".split()  # noqa: SIM905
+
 
 @dataclasses.dataclass(frozen=True)
 class Need:
@@ -107,6 +109,18 @@ CONTRACT: Final = (
         _MOE + "all2all_utils.py",
         "maybe_make_prepare_finalize",
         ("moe", "quant_config", "routing_tables", "allow_new_interface", "use_monolithic"),
+    ),
+    Need(_MOE + "modular_kernel.py", "FusedMoEExpertsModular.activation", ("activation", "output", "input")),
+    Need(
+        _MOE + "experts/lora_experts_mixin.py", "LoRAExpertsMixin.apply_w13_lora", (*_ADAPTED, "topk_ids", "expert_map")
+    ),
+    Need(
+        _MOE + "experts/lora_experts_mixin.py",
+        "LoRAExpertsMixin.apply_w2_lora",
+        (
+            *(*_ADAPTED, "sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora"),
+            "token_lora_mapping",
+        ),
     ),
     Need(_MOE + "topk_weight_and_reduce.py", "TopKWeightAndReduceNoOP"),
     Need(_MOE + "config.py", "FusedMoEQuantConfig.make"),

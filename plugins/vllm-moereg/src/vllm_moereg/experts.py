@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moereg import MoEKernel
@@ -13,8 +14,10 @@ from moereg import MoEKernel
 __all__ = ["MoeregExperts"]
 
 
-class MoeregExperts(modular_kernel.FusedMoEExpertsModular):
+class MoeregExperts(LoRAExpertsMixin, modular_kernel.FusedMoEExpertsModular):
     """Experts that hold a kernel of moereg, which has the weights; vLLM's oracles never choose it.
+
+    Where vLLM has set the state of adapters, their parts are added to each of the layer's products.
 
     Args:
         moe_config, quant_config: As vLLM's base class takes them.
@@ -82,7 +85,38 @@ class MoeregExperts(modular_kernel.FusedMoEExpertsModular):
         """Writes this rank's weighted sums into `output` [T,H]."""
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)  # Applied before the tokens moved.
-        self.kernel(hidden_states.contiguous(), topk_weights.float(), topk_ids, out=output)
+        call = hidden_states.contiguous(), topk_weights.float(), topk_ids
+        if self._lora_context is None:
+            self.kernel(*call, out=output)
+        else:
+            self._apply_with_adapters(output, *call, activation, expert_map)
+
+    def _apply_with_adapters(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        from vllm_moereg.products import RouteProducts
+
+        context, problem, weights = self._lora_context, self.kernel.problem, self.kernel.weights
+        w13, w2 = weights["w13"], weights["w2"]
+        ids = topk_ids.to(torch.int32).contiguous()
+        counts = problem.num_experts, problem.num_local_experts
+        products = RouteProducts(ids, self.kernel.expert_map, *counts, w13.element_size())
+        sizes = {"w1": w13, "w2": w2, "num_tokens": len(ids), "top_k_num": ids.shape[1], "topk_weights": topk_weights}
+        gate_up = products.gate_up(hidden_states, w13, weights.get("w13_bias"))  # [T,K,P]
+        routing = {"topk_ids": topk_ids, "expert_map": expert_map}
+        plan = self.apply_w13_lora(context, y=gate_up, x=hidden_states, **routing, **sizes)
+        rows = gate_up.new_empty((ids.numel(), problem.intermediate_size))
+        self.activation(activation, rows, gate_up.flatten(0, 1))
+        routes = products.down(rows, w2, weights.get("w2_bias"), topk_weights)  # [T,K,H]
+        names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
+        self.apply_w2_lora(context, y=routes, x=rows, **dict(zip(names, plan, strict=True)), **sizes)
+        torch.sum(routes, 1, out=output)
 
     @staticmethod
     def _supports_current_device() -> bool:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from moereg import ExpertWeights, MoEKernel, Selection, explain_backends, make_kernel
 from moereg.platforms import platform_of
+from moereg.selection.decide import reading_in_place
 from vllm_moereg.experts import MoeregExperts
 from vllm_moereg.problem import Described, describe, moves_tokens
 from vllm_moereg.settings import HostError, Settings
@@ -31,6 +32,8 @@ __all__ = ["install", "served_by"]
 
 logger: Final = logging.getLogger("vllm.moereg")
 
+_APART: Final = "triton"
+"""The backend of whose products `MoeregExperts` makes a layer with adapters."""
 _SAID: Final[set[str]] = set()
 _WARMED: Final[set[str]] = set()
 
@@ -96,13 +99,17 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
         selection = explain_backends(
             described.problem, platform_of(device), settings.require, settings.prefer, settings.deny
         )
-        if selection.winner is not None:
+        if config.is_lora_enabled:
+            selection = reading_in_place(selection)
+        reasons = "" if selection.winner is not None else selection.refusal
+        if config.is_lora_enabled and selection.backend not in (None, _APART):
+            reasons = f"requires backend {_APART} in an engine with LoRA, got {selection.backend}"
+        if not reasons:
             _say_choice(name, selection)
             _enter_cache_key(engine, selection)
             method.__class__ = _subclass(type(method))
             method.moereg = Served(name, described, selection, moves_tokens(config), settings.warm_up)
             return
-        reasons = selection.refusal
     else:
         reasons = "; ".join(described)
     text = f"moereg leaves MoE layers such as {name} ({kind}) to vLLM: {reasons}"
