@@ -40,13 +40,11 @@ class Products:
     def __init__(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, *_: int) -> None:
         self.experts = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).long()
 
-    def gate_up(self, hidden_states: torch.Tensor, w13: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        assert bias is None
-        out = torch.einsum("th,tkph->tkp", hidden_states, w13[self.experts.clamp(min=0)])
-        return out * (self.experts >= 0).unsqueeze(2)
+    def gate_up(self, hidden_states: torch.Tensor, w13: torch.Tensor, bias: None) -> torch.Tensor:
+        rows = hidden_states.repeat_interleave(self.experts.shape[1], 0)
+        return self.down(rows, w13, bias, torch.ones_like(self.experts))
 
-    def down(self, rows: torch.Tensor, w2: torch.Tensor, bias: Any, weights: torch.Tensor) -> torch.Tensor:
-        assert bias is None
+    def down(self, rows: torch.Tensor, w2: torch.Tensor, bias: None, weights: torch.Tensor) -> torch.Tensor:
         by_route = rows.view(*self.experts.shape, -1)
         out = torch.einsum("tki,tkhi->tkh", by_route, w2[self.experts.clamp(min=0)])
         return out * (weights * (self.experts >= 0)).unsqueeze(2)

@@ -377,6 +377,15 @@ def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made
         assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
 
 
+def test_experts_that_may_have_moved_are_not_loaded_again(make: Callable[..., Made]) -> None:
+    made = make(ROWS["fp8_block"], ep=2, num_redundant=2)
+    method = serve(made)
+    with set_current_vllm_config(made.engine):
+        method.process_weights_after_loading(made.layer)
+        with pytest.raises(HostError, match=r"cannot load weights of .* again with --enable-eplb"):
+            method.process_weights_after_loading(made.layer)
+
+
 def test_every_reader_is_tested() -> None:
     assert {row.method for row in ROWS.values()} == set(READERS) - {"CompressedTensorsWNA16MarlinMoEMethod"}  # Of 0.26.
 

@@ -25,6 +25,11 @@ _CALL: Final = (
     "topk_weights topk_ids activation global_num_experts expert_map apply_router_weight_on_input".split()  # noqa: SIM905
 )
 
+ADAPTER_PLAN: Final = (
+    *("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora"),
+    "token_lora_mapping",
+)
+"""What vLLM's first product with adapters returns, and its second takes."""
 _ADAPTED: Final = "lora_context y x topk_weights w1 w2 num_tokens top_k_num".split()  # noqa: SIM905
 
 
@@ -114,14 +119,7 @@ CONTRACT: Final = (
     Need(
         _MOE + "experts/lora_experts_mixin.py", "LoRAExpertsMixin.apply_w13_lora", (*_ADAPTED, "topk_ids", "expert_map")
     ),
-    Need(
-        _MOE + "experts/lora_experts_mixin.py",
-        "LoRAExpertsMixin.apply_w2_lora",
-        (
-            *(*_ADAPTED, "sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora"),
-            "token_lora_mapping",
-        ),
-    ),
+    Need(_MOE + "experts/lora_experts_mixin.py", "LoRAExpertsMixin.apply_w2_lora", (*_ADAPTED, *ADAPTER_PLAN)),
     Need(_MOE + "topk_weight_and_reduce.py", "TopKWeightAndReduceNoOP"),
     Need(_MOE + "config.py", "FusedMoEQuantConfig.make"),
     Need(

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moereg import MoEKernel
+from vllm_moereg.contract import ADAPTER_PLAN
 
 __all__ = ["MoeregExperts"]
 
@@ -114,8 +115,7 @@ class MoeregExperts(LoRAExpertsMixin, modular_kernel.FusedMoEExpertsModular):
         rows = gate_up.new_empty((ids.numel(), problem.intermediate_size))
         self.activation(activation, rows, gate_up.flatten(0, 1))
         routes = products.down(rows, w2, weights.get("w2_bias"), topk_weights)  # [T,K,H]
-        names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
-        self.apply_w2_lora(context, y=routes, x=rows, **dict(zip(names, plan, strict=True)), **sizes)
+        self.apply_w2_lora(context, y=routes, x=rows, **dict(zip(ADAPTER_PLAN, plan, strict=True)), **sizes)
         torch.sum(routes, 1, out=output)
 
     @staticmethod

@@ -223,6 +223,11 @@ def _reload(served: Served, layer: Any) -> None:
     which are the kernel's tensors again, so that nothing is copied twice.
     """
     assert served.kernel is not None
+    if layer.moe_config.moe_parallel_config.enable_eplb:
+        raise HostError(
+            f"moereg cannot load weights of {served.name} again with --enable-eplb: vLLM would write them to where its "
+            "experts were at first; start another engine"
+        )
     served.kernel.reload(_take(served, layer), write_shared=True)
     for name, tensor in served.places.items():
         layer._parameters[name].data = tensor
