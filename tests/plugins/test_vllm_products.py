@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,8 +26,10 @@ def test_products_by_route(num_tokens: int, num_local: int, has_bias: bool, dtyp
     w13, w2 = random(num_local, 96, 80, dtype=dtype, scale=0.1), random(num_local, 80, 48, dtype=dtype, scale=0.1)
     biases = [random(num_local, rows, dtype=FP32) if has_bias else None for rows in (96, 80)]
     rows = random(num_tokens * 2, 48, dtype=dtype)
-    products = RouteProducts(ids, placed, 6, num_local, dtype.itemsize)
-    found = products.gate_up(tokens, w13, biases[0]), products.down(rows, w2, biases[1], weights)
+    held = {"w13": w13, "w2": w2, "w13_bias": biases[0], "w2_bias": biases[1]}
+    problem = SimpleNamespace(num_experts=6, num_local_experts=num_local, torch_dtype=dtype)
+    products = RouteProducts(SimpleNamespace(problem=problem, expert_map=placed, weights=held), ids)  # type: ignore[arg-type]
+    found = products.gate_up(tokens), products.down(rows, weights)
     plan = make_plan(ids, placed, 6, num_local, 16)
     routes = plan.sorted_routes.clamp(0, num_tokens * 2 - 1).long()
     expected = (

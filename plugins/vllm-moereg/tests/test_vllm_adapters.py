@@ -22,7 +22,7 @@ from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm_moereg import hook
 
-from moereg import ExpertWeights
+from moereg import ExpertWeights, MoEKernel
 from moereg.numerics.reference import reference_experts, relative_error
 
 pytestmark = pytest.mark.vllm
@@ -37,17 +37,20 @@ TOKENS: Final = 24
 class Products:
     """`RouteProducts` in torch."""
 
-    def __init__(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, *_: int) -> None:
-        self.experts = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).long()
+    def __init__(self, kernel: MoEKernel, topk_ids: torch.Tensor) -> None:
+        self.experts = (topk_ids if kernel.expert_map is None else kernel.expert_map[topk_ids.long()]).long()
+        self.weights = kernel.weights
 
-    def gate_up(self, hidden_states: torch.Tensor, w13: torch.Tensor, bias: None) -> torch.Tensor:
-        rows = hidden_states.repeat_interleave(self.experts.shape[1], 0)
-        return self.down(rows, w13, bias, torch.ones_like(self.experts))
+    def gate_up(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.unsqueeze(1).expand(-1, self.experts.shape[1], -1)
+        return self._product(rows, "w13") * (self.experts >= 0).unsqueeze(2)
 
-    def down(self, rows: torch.Tensor, w2: torch.Tensor, bias: None, weights: torch.Tensor) -> torch.Tensor:
-        by_route = rows.view(*self.experts.shape, -1)
-        out = torch.einsum("tki,tkhi->tkh", by_route, w2[self.experts.clamp(min=0)])
-        return out * (weights * (self.experts >= 0)).unsqueeze(2)
+    def down(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found = self._product(rows.view(*self.experts.shape, -1), "w2")
+        return found * (weights * (self.experts >= 0)).unsqueeze(2)
+
+    def _product(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.einsum("tkd,tknd->tkn", rows, self.weights[name][self.experts.clamp(min=0)])
 
 
 class Punica:
@@ -106,16 +109,11 @@ def test_adapters_are_added_to_both_products(ep: int, monkeypatch: pytest.Monkey
         layer.quant_method.process_weights_after_loading(layer)
         adapted = FusedMoEWithLoRA(runner)
         adapted.create_lora_weights(2, adapters)
-    local = layer.local_num_experts
-    matrices = {  # a and b of w1, w2 and w3, by adapter
-        adapter: [
-            [random(local, RANK, columns) for columns in (HIDDEN, INNER, HIDDEN)],
-            [random(local, rows, RANK) for rows in (INNER, HIDDEN, INNER)],
-        ]
-        for adapter in range(2)
-    }
-    for adapter, pair in matrices.items():
-        adapted.set_lora(adapter, *pair)
+    local, matrices = layer.local_num_experts, []
+    for adapter in range(2):
+        a = [random(local, RANK, columns) for columns in (HIDDEN, INNER, HIDDEN)]  # Of w1, w2 and w3.
+        matrices.append((a, [random(local, rows, RANK) for rows in (INNER, HIDDEN, INNER)]))
+        adapted.set_lora(adapter, *matrices[-1])
     mapping = torch.randint(-1, 2, (TOKENS,), generator=generator)
     adapted.punica_wrapper = Punica(mapping)
     ids = torch.rand(TOKENS, NUM_EXPERTS, generator=generator).argsort(1)[:, :2].int()

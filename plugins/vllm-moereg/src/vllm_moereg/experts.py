@@ -90,7 +90,7 @@ class MoeregExperts(LoRAExpertsMixin, modular_kernel.FusedMoEExpertsModular):
         if self._lora_context is None:
             self.kernel(*call, out=output)
         else:
-            self._apply_with_adapters(output, *call, activation, expert_map)
+            self._apply_with_adapters(output, *call, expert_map, activation)
 
     def _apply_with_adapters(
         self,
@@ -98,24 +98,21 @@ class MoeregExperts(LoRAExpertsMixin, modular_kernel.FusedMoEExpertsModular):
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: Any,
         expert_map: torch.Tensor | None,
+        activation: Any,
     ) -> None:
         from vllm_moereg.products import RouteProducts
 
-        context, problem, weights = self._lora_context, self.kernel.problem, self.kernel.weights
-        w13, w2 = weights["w13"], weights["w2"]
-        ids = topk_ids.to(torch.int32).contiguous()
-        counts = problem.num_experts, problem.num_local_experts
-        products = RouteProducts(ids, self.kernel.expert_map, *counts, w13.element_size())
-        sizes = {"w1": w13, "w2": w2, "num_tokens": len(ids), "top_k_num": ids.shape[1], "topk_weights": topk_weights}
-        gate_up = products.gate_up(hidden_states, w13, weights.get("w13_bias"))  # [T,K,P]
-        routing = {"topk_ids": topk_ids, "expert_map": expert_map}
-        plan = self.apply_w13_lora(context, y=gate_up, x=hidden_states, **routing, **sizes)
-        rows = gate_up.new_empty((ids.numel(), problem.intermediate_size))
+        weights, products = self.kernel.weights, RouteProducts(self.kernel, topk_ids.to(torch.int32).contiguous())
+        more = {"w1": weights["w13"], "w2": weights["w2"], "topk_weights": topk_weights}
+        more |= {"num_tokens": len(topk_ids), "top_k_num": topk_ids.shape[1]}
+        gate_up, routing = products.gate_up(hidden_states), {"topk_ids": topk_ids, "expert_map": expert_map}  # [T,K,2I]
+        plan = self.apply_w13_lora(self._lora_context, y=gate_up, x=hidden_states, **routing, **more)
+        rows = gate_up.new_empty((topk_ids.numel(), self.kernel.problem.intermediate_size))
         self.activation(activation, rows, gate_up.flatten(0, 1))
-        routes = products.down(rows, w2, weights.get("w2_bias"), topk_weights)  # [T,K,H]
-        self.apply_w2_lora(context, y=routes, x=rows, **dict(zip(ADAPTER_PLAN, plan, strict=True)), **sizes)
+        routes = products.down(rows, topk_weights)  # [T,K,H]
+        more |= zip(ADAPTER_PLAN, plan, strict=True)
+        self.apply_w2_lora(self._lora_context, y=routes, x=rows, **more)
         torch.sum(routes, 1, out=output)
 
     @staticmethod
