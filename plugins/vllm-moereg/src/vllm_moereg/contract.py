@@ -29,7 +29,7 @@ ADAPTER_PLAN: Final = (
     *("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora"),
     "token_lora_mapping",
 )
-"""What vLLM's first product with adapters returns, and its second takes."""
+"""Results of the first `apply_*_lora`, by the second's names."""
 _ADAPTED: Final = "lora_context y x topk_weights w1 w2 num_tokens top_k_num".split()  # noqa: SIM905
 
 
