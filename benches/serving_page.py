@@ -12,7 +12,7 @@ from benches.stored import RESULTS, outcome, read
 __all__ = ["TABLES"]
 
 _FILE: Final = RESULTS / "serving_h200.json"
-_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "graphs and compiler"}
+_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "vLLM's default"}
 
 
 class _Pair(NamedTuple):
@@ -26,7 +26,7 @@ class _Pair(NamedTuple):
     ours: float
 
 
-_APART: Final = {"--compare", "--zero-experts", "--layers", "--host-time"}
+_APART: Final = {"--compare", "--zero-experts", "--layers"}
 """Options of runs that are checks, or of part of a model."""
 
 
@@ -39,11 +39,18 @@ def _is_ours(run: dict[str, Any]) -> bool:
     return run["plugin"] != "off" and run["experts"].get("moereg", "unknown") is not None
 
 
+def _engine(run: dict[str, Any]) -> str:
+    ranks = run.get("parallel", 1)
+    if ranks == 1:
+        return _MODES[run["mode"]]
+    return f"{_MODES[run['mode']]}, {ranks} GPUs, {'experts' if run['experts_parallel'] else 'tensor'} parallel"
+
+
 def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:
     """The shortest times of each workload over the rounds."""
     found: dict[tuple[int, int, int], dict[str, float]] = {}
     for run in _runs():
-        if (run["model"], run["quant"], run["mode"]) != mode or _is_ours(run) is not ours:
+        if (run["model"], run["quant"], _engine(run)) != mode or _is_ours(run) is not ours:
             continue
         for row in run["rows"]:
             known = found.setdefault((row["sequences"], row["prompt"], row["output"]), {})
@@ -53,7 +60,7 @@ def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], 
 
 
 def _pairs() -> Iterator[_Pair]:
-    modes = dict.fromkeys((run["model"], run["quant"], run["mode"]) for run in _runs() if "tiny" not in run["model"])
+    modes = dict.fromkeys((run["model"], run["quant"], _engine(run)) for run in _runs() if "tiny" not in run["model"])
     for key in modes:
         theirs, ours = _best(key, ours=False), _best(key, ours=True)
         model = f"{key[0]} {key[1]}"
@@ -80,7 +87,7 @@ def summary_table() -> str:
     for key in dict.fromkeys((pair.model, pair.mode) for pair in pairs):
         own = [pair for pair in pairs if (pair.model, pair.mode) == key]
         prefill, decode = ([pair for pair in own if pair.is_prefill is flag] for flag in (True, False))
-        rows.append([key[0], _MODES[key[1]], _mean(prefill), _mean(decode) if decode else ""])
+        rows.append([*key, _mean(prefill), _mean(decode) if decode else ""])
     run = _runs()[0]
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     header = ["model", "engine", "all first tokens, vLLM's time / moereg's", "the steps after them"]
@@ -100,18 +107,7 @@ def rows_table() -> str:
     return table(header, rows)
 
 
-def host_table() -> str:
-    """Host time of a call of one layer's experts: moereg's and vLLM's own, in turns in one process."""
-    rows = []
-    for run in read(_FILE)["runs"]:
-        for num_tokens, times in (run.get("host_us") or {}).items():
-            kernel = "its own choice" if not run["wishes"] else " ".join(run["wishes"].values())
-            rows.append([kernel, num_tokens, f"{times['vllm']:.0f}", f"{times['moereg']:.0f}"])
-    return table(["moereg runs", "tokens", "vLLM us", "moereg us"], rows)
-
-
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "serving": summary_table,
     "serving_rows": rows_table,
-    "serving_host": host_table,
 }

@@ -4,7 +4,8 @@ python -m benches.h200.serving --model qwen3-30b-a3b --plugin auto --workload 16
 python -m benches.h200.serving --merge benches/results/serving_h200.json OUT.json...
 
 Needs vLLM, and vllm-moereg for anything but `--plugin off`. Greedy decoding without prefix caching. A workload is
-SEQUENCESxPROMPT+OUTPUT, all sent at once; times are of `LLM.generate`.
+SEQUENCESxPROMPT+OUTPUT, all sent at once; times are of `LLM.generate`. `--arrivals RATExCOUNT` sends COUNT requests at
+random times, RATE a second in the mean, with prompts of 128 to 2,048 tokens and 32 to 256 tokens of output.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 import os
-import statistics
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from benches.whole_model.models import MODELS
+
+_SETTINGS: Final = "MOEREG_SERVING"
+"""The environment variable that `serving_rank` reads."""
 
 _FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _INT4: Final = {
@@ -52,19 +53,20 @@ QUANT: Final[Mapping[str, Mapping[str, Any] | None]] = {"bf16": None, "fp8": _FP
 """Published quantization configurations."""
 
 _ARCHITECTURES: Final = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
-MODES: Final = ("eager", "graphs", "compiled")
-"""`compiled` is vLLM's default, Inductor and CUDA graphs; `graphs` has CUDA graphs of whole decode steps alone."""
+MODES: Final = ("eager", "compiled")
+"""`compiled` is vLLM's default, Inductor and CUDA graphs."""
 
-# Root mean squares of formats' values under equally likely codes.
-_E2M1_RMS: Final = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)
-_INT4_RMS: Final = math.sqrt(sum(v * v for v in range(-8, 8)) / 16)
 _LARGE: Final = 50_000
 """Prompt tokens of a workload above which it is timed once."""
 _REPEATS: Final = 6
 _REPEAT_SECONDS: Final = 4.0
 """Others are timed at least twice, and up to `_REPEATS` times while that takes no longer than this."""
-_HOST_ROUNDS: Final = 60
-_HOST_CALLS: Final = 20
+_SMALL: Final = 1_024
+_SMALL_REPEATS: Final = 24
+"""The first tokens of workloads of so few prompt tokens wait for the host, and are timed so often."""
+_PROMPTS: Final = 128, 2048
+_OUTPUTS: Final = 32, 256
+"""Tokens of requests that arrive over time, drawn evenly."""
 
 
 def config_of(model: str, quant: str, num_layers: int | None) -> dict[str, Any]:
@@ -94,190 +96,17 @@ def config_of(model: str, quant: str, num_layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _filled_part(leaf: str, data: Any, config: Mapping[str, Any]) -> Any:
-    """The part of an expert parameter that a checkpoint fills: vLLM pads those of mxfp4 for some kernels."""
-    if config.get("quantization_config", {}).get("quant_method") != "mxfp4" or not leaf.startswith(("w13_", "w2_")):
-        return data
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    rows, depth = (2 * inner, hidden) if leaf.startswith("w13_") else (hidden, inner)
-    if leaf.endswith("bias"):
-        return data[:, :rows]
-    return data[:, :rows, : depth // (32 if leaf.endswith("scale") else 2)]
-
-
-def _values(leaf: str, like: Any, generator: Any, is_embedding: bool) -> Any:
-    """Random values for a parameter, or None to leave it as it is; dequantized weights have deviation K**-0.5."""
-    import torch
-
-    shape, dtype, options = tuple(like.shape), like.dtype, {"generator": generator, "device": like.device}
-    if any(word in leaf for word in ("g_idx", "sort_indices", "weight_shape", "zero_point")):
-        return torch.zeros(shape, dtype=dtype, device=like.device)
-    if leaf in ("q_scale", "k_scale", "v_scale", "prob_scale") or leaf.endswith("input_scale"):
-        return None
-    if dtype == torch.uint8 and leaf.endswith("scale"):
-        power = round(math.log2((shape[-1] * 32) ** -0.5 / _E2M1_RMS))
-        return torch.randint(126 + power, 129 + power, shape, dtype=dtype, **options)
-    if dtype in (torch.uint8, torch.int8, torch.int32):
-        size = like.element_size()
-        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, **options)
-        return codes.view(dtype)
-    if not dtype.is_floating_point:
-        raise ValueError(f"no rule for {leaf} of {dtype} {shape}")
-    if "scale" in leaf:
-        is_fp8 = leaf.endswith("scale_inv")  # else int4: experts [E,K/128,N], linear layers [N,K/128]
-        depth = 128 * (shape[1] if len(shape) == 3 and not is_fp8 else shape[-1])
-        spread = 0.75 + 0.5 * torch.rand(shape, dtype=torch.float32, **options)
-        return spread * depth**-0.5 / (1.0 if is_fp8 else _INT4_RMS)
-    if leaf.endswith("bias"):
-        return torch.randn(shape, dtype=torch.float32, **options) * 0.1
-    if len(shape) < 2:
-        return torch.ones(shape, dtype=dtype, device=like.device)
-    if dtype.itemsize == 1:
-        return torch.randn(shape, dtype=torch.bfloat16, **options)
-    # Embeddings of size 1: with smaller ones greedy decoding repeats one token.
-    std = 1.0 if is_embedding else shape[-1] ** -0.5
-    return torch.randn(shape, dtype=dtype, **options).mul_(std)
-
-
-def fill(model: Any, config: Mapping[str, Any], zero_experts: bool) -> int:
-    """Fills every parameter, by its name and its unpadded shape alone; returns the bytes."""
-    import torch
-
-    num_bytes = 0
-    for name, parameter in model.named_parameters():
-        leaf, data = name.rpartition(".")[2], parameter.data
-        part = _filled_part(leaf, data, config)
-        seed = zlib.crc32(name.replace(".routed_experts.", ".").encode())
-        generator = torch.Generator(data.device).manual_seed(seed)
-        values = _values(leaf, part, generator, "embed_tokens" in name or ".embedding." in name)
-        if values is None:
-            continue
-        if part is not data:
-            data.zero_()
-        if zero_experts and leaf.startswith("w2_") and "scale" not in leaf:
-            is_int4 = values.dtype == torch.int32  # Its zero is 8.
-            values = values.view(torch.uint8).fill_(0x88).view(torch.int32) if is_int4 else torch.zeros_like(values)
-        part.copy_(values)
-        num_bytes += data.numel() * data.element_size()
-    return num_bytes
-
-
-def served(model: Any) -> dict[str, Any]:
-    """The kernel of the first layer of experts."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None or not hasattr(method, "get_fused_moe_quant_config"):
-            continue
-        ours, kernel = getattr(method, "moereg", None), getattr(method, "moe_kernel", None)
-        backend = next((str(value) for key, value in vars(method).items() if key.endswith("backend")), None)
-        experts = type(getattr(kernel, "fused_experts", None)).__name__
-        return {
-            "layer": name,
-            "method": type(method).__name__,
-            "vllm_backend": backend,
-            "experts": experts,
-            "moereg": ours and ours.selection.backend,
-        }
-    return {}
-
-
-class Compared:
-    """Compares every call of the experts of a served engine with fp32 on canonical weights, which it keeps.
-
-    Attributes:
-        worst: The largest relative error over its bound, by layer.
-        calls: Calls of experts.
-    """
-
-    def __init__(self) -> None:
-        from vllm_moereg import hook
-
-        self.worst: dict[str, float] = {}
-        self.errors: dict[str, float] = {}
-        self.calls = 0
-        self._weights: dict[int, Any] = {}
-        take, run = hook.take_weights, hook._apply
-
-        def take_weights(layer: Any, *rest: Any) -> Any:
-            weights = take(layer, *rest)
-            kept = {name: tensor.clone() for name, tensor in weights.tensors().items()}
-            self._weights[id(layer)] = type(weights).unchecked(kept, weights.scheme)
-            return weights
-
-        def apply(method: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, *rest: Any, **named: Any) -> Any:
-            out = run(method, layer, x, topk_weights, topk_ids, *rest, **named)
-            self._compare(method.moereg, self._weights[id(layer)], x, topk_weights, topk_ids, out)
-            return out
-
-        hook.take_weights, hook._apply = take_weights, apply
-
-    def _compare(self, ours: Any, weights: Any, x: Any, topk_weights: Any, topk_ids: Any, out: Any) -> None:
-        import torch
-
-        from moereg.numerics.reference import reference_experts, relative_error
-        from moereg.numerics.tolerances import layer_tolerance
-
-        self.calls += 1
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        problem, computes = ours.kernel.problem, ours.selection.winner.scheme
-        expected = reference_experts(problem, weights, x, topk_weights, topk_ids, computes=computes)
-        error = relative_error(out, expected)
-        bound = layer_tolerance(problem, x.shape[0], computes)
-        self.errors[ours.name] = max(self.errors.get(ours.name, 0.0), error)
-        self.worst[ours.name] = max(self.worst.get(ours.name, 0.0), error / bound)
-
-
-def serve_every_other_layer() -> None:
-    """Leaves odd layers to vLLM, so that both kinds stand beside each other in one process."""
-    from vllm_moereg import hook
-
-    serve = hook._serve
-
-    def every_other(layer: Any, name: str, method: Any, config: Any) -> None:
-        if int(name.partition("layers.")[2].partition(".")[0]) % 2 == 0:
-            serve(layer, name, method, config)
-
-    hook._serve = every_other
-
-
-def host_times(model: Any) -> dict[str, dict[str, float]]:
-    """Microseconds of the host for one call of a layer's experts, medians: moereg's and vLLM's, in turns."""
-    import torch
-
-    layers = {}
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and hasattr(method, "get_fused_moe_quant_config"):
-            layers.setdefault("vllm" if getattr(method, "moereg", None) is None else "moereg", module)
-    served = layers["moereg"].quant_method.moereg.kernel
-    problem, device = served.problem, served.weights.device
-    found: dict[str, dict[str, float]] = {}
-    for num_tokens in (1, 16):
-        generator = torch.Generator().manual_seed(num_tokens)
-        x = torch.randn(num_tokens, problem.hidden_size, generator=generator).to(device, problem.torch_dtype)
-        logits = torch.randn(num_tokens, problem.num_experts, generator=generator)
-        weights, ids = logits.softmax(-1).topk(problem.top_k)
-        weights, ids = weights.to(device), ids.int().to(device)
-        samples: dict[str, list[float]] = {name: [] for name in layers}
-        for number in range(_HOST_ROUNDS + 1):
-            for name, layer in layers.items():
-                start = time.perf_counter()
-                for _ in range(_HOST_CALLS):
-                    layer.quant_method.apply(layer, x, weights, ids, None, None)
-                if number:  # The first round compiles.
-                    samples[name].append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-        found[str(num_tokens)] = {name: statistics.median(values) for name, values in samples.items()}
-    return found
-
-
 def parse_workload(text: str) -> tuple[int, int, int]:
     """SEQUENCESxPROMPT+OUTPUT."""
     sequences, _, rest = text.partition("x")
     prompt, _, output = rest.partition("+")
     return int(sequences), int(prompt), int(output)
+
+
+def parse_arrivals(text: str) -> tuple[float, int]:
+    """RATExCOUNT."""
+    rate, _, count = text.partition("x")
+    return float(rate), int(count)
 
 
 def arguments() -> argparse.Namespace:
@@ -289,14 +118,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="compiled")
     parser.add_argument("--plugin", choices=("off", "auto", "require"), default="off", help="MOEREG_VLLM")
     parser.add_argument("--moe-backend", default="auto", help="vLLM's option")
-    parser.add_argument("--workload", action="append", type=parse_workload, metavar="SxP+O")
+    parser.add_argument("--workload", action="append", type=parse_workload, metavar="SxP+O", default=[])
+    parser.add_argument("--arrivals", action="append", type=parse_arrivals, metavar="RATExCOUNT", default=[])
+    parser.add_argument("--attention", help="vLLM's attention backend; its own choice without")
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--zero-experts", action="store_true", help="a control: the experts' output is zero")
     parser.add_argument("--compare", action="store_true", help="compare every eager call of experts with fp32")
-    parser.add_argument("--host-time", action="store_true", help="time every other layer's experts beside vLLM's own")
     parser.add_argument("--parallel", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--experts-parallel", action="store_true")
     parser.add_argument("--round", default="", help="a name for the run, such as the GPU that it ran on")
+    parser.add_argument("--wait-for", type=Path, help="import everything, then wait until this file exists")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", type=Path, help="write this file of the runs that follow, and measure nothing")
     parser.add_argument("runs", nargs="*", type=Path)
@@ -307,37 +138,35 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
     """The engine, filled."""
     import torch
     from vllm import LLM
-    from vllm.model_executor.model_loader import dummy_loader
 
-    def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        start = time.perf_counter()
-        num_bytes = fill(model, config, options.zero_experts)
-        print(f"filled {num_bytes / 2**30:.1f} GiB in {time.perf_counter() - start:.1f} s", flush=True)
-
-    dummy_loader.DummyModelLoader.load_weights = load_weights
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
-    sequences = max(count for count, _, _ in options.workload)
-    length = max(prompt + output for _, prompt, output in options.workload)
+    lengths = [prompt + output for _, prompt, output in options.workload]
+    sequences = [count for count, _, _ in options.workload]
+    if options.arrivals:
+        lengths.append(_PROMPTS[1] + _OUTPUTS[1])
+        sequences.append(256)  # vLLM's default.
     keywords: dict[str, Any] = {}
+    if options.attention:
+        keywords["attention_backend"] = options.attention
     if torch.cuda.is_available():
-        # vLLM's own choice needs a kernel library that an offline machine may lack.
-        keywords |= {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.9}
-    if options.mode != "eager":
-        sizes = {2**power for power in range(9)} | {count for count, _, _ in options.workload}
-        capture = {"cudagraph_capture_sizes": sorted(size for size in sizes if size <= sequences)}
-        whole = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if options.mode == "graphs" else {}
-        keywords["compilation_config"] = capture | whole
+        keywords["gpu_memory_utilization"] = 0.9
+    if options.mode == "compiled":
+        # Half of vLLM's default sizes, since each takes time to capture.
+        sizes = {1, 2, 4, 8, *range(16, 257, 16), *sequences}
+        captured = sorted(size for size in sizes if size <= max(sequences))
+        keywords["compilation_config"] = {"cudagraph_capture_sizes": captured}
     return LLM(
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
+        worker_extension_cls="benches.h200.serving_rank.Rank",
         dtype="bfloat16",
         seed=0,
         enable_prefix_caching=False,
         enforce_eager=options.mode == "eager",
-        max_model_len=-(-length // 64) * 64 + 64,
-        max_num_seqs=sequences,
+        max_model_len=-(-max(lengths) // 64) * 64 + 64,
+        max_num_seqs=max(sequences),
         max_num_batched_tokens=8192,
         moe_backend=options.moe_backend,
         tensor_parallel_size=options.parallel,
@@ -370,6 +199,8 @@ def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dic
     while len(runs) < least or (len(runs) < most and time.perf_counter() - start < _REPEAT_SECONDS):
         firsts.append(run(1)[0])
         runs.append(run(output))
+    if count * length <= _SMALL:
+        firsts.extend(run(1)[0] for _ in range(_SMALL_REPEATS - len(firsts)))
     totals, tokens = [seconds for seconds, _ in runs], runs[0][1]
     first, total = min(firsts), min(totals)
     return {
@@ -385,6 +216,47 @@ def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dic
         "hash": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12],
         "distinct": len({token for row in tokens for token in row}),
         "tokens": tokens[0][:16],
+    }
+
+
+def arrive(engine: Any, arrivals: tuple[float, int], vocabulary: int) -> dict[str, Any]:
+    """Requests at random times: output tokens a second, and seconds to the first token and between tokens."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    rate, count = arrivals
+    draw = np.random.default_rng(count)
+    times = np.cumsum(draw.exponential(1 / rate, count))
+    prompts = [draw.integers(0, vocabulary - 1024, draw.integers(*_PROMPTS, endpoint=True)).tolist() for _ in times]
+    outputs = draw.integers(*_OUTPUTS, count, endpoint=True)
+    seen: dict[str, list[float]] = {str(number): [] for number in range(count)}
+    running, sent = engine.llm_engine, 0
+    start = time.perf_counter()
+    while sent < count or running.has_unfinished_requests():
+        now = time.perf_counter() - start
+        while sent < count and times[sent] <= now:
+            wanted = SamplingParams(temperature=0.0, max_tokens=int(outputs[sent]), ignore_eos=True, detokenize=False)
+            running.add_request(str(sent), {"prompt_token_ids": prompts[sent]}, wanted)
+            sent += 1
+        if not running.has_unfinished_requests():
+            time.sleep(max(times[sent] - now, 0.0))
+            continue
+        answers = running.step()
+        now = time.perf_counter() - start
+        for answer in answers:
+            known = seen[answer.request_id]
+            known += [now] * (len(answer.outputs[0].token_ids) - len(known))
+    total = time.perf_counter() - start
+    first = [known[0] - sent_at for known, sent_at in zip(seen.values(), times, strict=True)]
+    between = np.concatenate([np.diff(known) for known in seen.values()])
+    return {
+        "rate": rate,
+        "requests": count,
+        "total_s": total,
+        "prompt_tokens": sum(map(len, prompts)),
+        "output_per_s": int(outputs.sum()) / total,
+        **{f"first_p{part}_s": float(np.percentile(first, part)) for part in (50, 99)},
+        **{f"between_p{part}_s": float(np.percentile(between, part)) for part in (50, 99)},
     }
 
 
@@ -404,7 +276,7 @@ def merge(options: argparse.Namespace) -> int:
         "versions": last["versions"],
         "date": max(run["date"] for run in runs.values()),
         "commit": last["commit"],
-        "note": "clocks not read; one engine at a time",
+        "note": "clocks not read",
         "runs": list(runs.values()),
     }
     options.merge.write_text(json.dumps(document, indent=1) + "\n")
@@ -431,11 +303,20 @@ def main() -> int:
 
     import moereg
 
-    compared = Compared() if options.compare else None
-    if options.host_time:
-        serve_every_other_layer()
     imported = time.perf_counter()
+    print("imported", flush=True)
+    while options.wait_for and not options.wait_for.exists():
+        time.sleep(0.05)
+    waited = time.perf_counter()
     config = config_of(options.model, options.quant, options.layers)
+    os.environ[_SETTINGS] = json.dumps(
+        {
+            "config": config,
+            "shards": 1 if options.experts_parallel else options.parallel,
+            "zero_experts": options.zero_experts,
+            "compare": options.compare,
+        }
+    )
     engine = build(options, config)
     wishes = {name: os.environ[name] for name in ("MOEREG_REQUIRE", "MOEREG_PREFER") if name in os.environ}
     result: dict[str, Any] = {
@@ -452,11 +333,13 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "import_s": imported - start,
-        "start_s": time.perf_counter() - imported,
-        "experts": engine.apply_model(served)[0] if options.parallel == 1 else {},
-        "calls_at_start": compared and compared.calls,
-        "host_us": engine.apply_model(host_times)[0] if options.host_time else None,
+        "start_s": time.perf_counter() - waited,
+        "parallel": options.parallel,
+        "experts_parallel": options.experts_parallel,
+        "attention": options.attention,
+        "experts": engine.collective_rpc("bench_served")[0],
         "rows": [],
+        "arrivals": [],
     }
     print(json.dumps(result), flush=True)
     for workload in options.workload:
@@ -468,23 +351,28 @@ def main() -> int:
             f"step {row['step_ms']:.2f} ms, {row['output_per_s']:.0f} tokens/s, {row['hash']} {row['tokens']}",
             flush=True,
         )
-        if compared is not None:
-            result |= {"calls": compared.calls, "errors": compared.errors, "worst": max(compared.worst.values())}
-        if torch.cuda.is_available():
-            result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if options.json:
             options.json.write_text(json.dumps(result))
-    if compared is not None:
-        worst, error = max(compared.worst.values()), max(compared.errors.values())
-        print(f"compared {compared.calls} calls, worst error {error:.2e}, {worst:.2f} of its bound", flush=True)
-    print(f"all {time.perf_counter() - start:.1f} s, of it start {result['start_s']:.1f} s", flush=True)
+    for arrivals in options.arrivals:
+        arrive(engine, (arrivals[0], 16), config["vocab_size"])  # What a first batch compiles falls into no time.
+        row = arrive(engine, arrivals, config["vocab_size"])
+        result["arrivals"].append(row)
+        print(f"{options.model} {options.quant} {options.plugin} {options.round} {json.dumps(row)}", flush=True)
+    if options.compare:
+        result["compared"] = engine.collective_rpc("bench_compared")
+        for rank, found in enumerate(result["compared"]):
+            calls, error, worst = (found[key] for key in ("calls", "error", "worst"))
+            print(f"rank {rank}: {calls} calls, worst error {error:.2e}, {worst:.2f} of its bound", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result))
+    print(f"all {time.perf_counter() - waited:.1f} s, of it start {result['start_s']:.1f} s", flush=True)
     return 0
 
 
 def _argv() -> list[str]:
     """The command line without names of files and runs."""
     words = ["", *sys.argv[1:]]
-    hidden = {"--json", "--round"}
+    hidden = {"--json", "--round", "--wait-for"}
     return [word for before, word in itertools.pairwise(words) if not {before, word} & hidden]
 
 

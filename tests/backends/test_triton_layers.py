@@ -210,7 +210,7 @@ COUNTS: Final[dict[str, tuple[dict[str, Any], list[int], int]]] = {
     "one_row_at_most": ({}, [1, 0, 1, 1], 1),
     "empty": ({"has_bias": True}, [0, 0, 0, 0], 5),
     "skewed": ({"has_bias": True}, [0, 17, 0, 1], 17),
-    "full": ({}, [33, 33, 33, 33], 33),
+    "full": ({"num_experts": 2}, [33, 33], 33),
     "some_local": ({"num_experts": 8, "num_local_experts": 3, "placement": "map"}, [2, 5, 0], 5),
 }
 

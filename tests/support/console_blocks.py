@@ -51,9 +51,11 @@ class Environment:
         Args:
             folder: A new folder for it.
         """
-        self._venv, libraries, self.wheels = folder / "venv", folder / "libraries", folder / "wheels"
+        self._venv, self.wheels = folder / "venv", folder / "wheels"
+        # By this name hypothesis knows that they are not the code under test, which it parses for constants: 20 s.
+        libraries = folder / "libraries" / "site-packages"
         _run([sys.executable, "-m", "venv", "--without-pip", str(self._venv)])
-        libraries.mkdir()
+        libraries.mkdir(parents=True)
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
             if not entry.name.startswith(("moereg", "_editable_impl_moereg", "__editable__")):
                 (libraries / entry.name).symlink_to(entry)

@@ -5,10 +5,12 @@ A run loads a tiny checkpoint that transformers wrote, and generates greedily fr
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ PROMPTS = (list(range(5, 25)), [400, 3, 77, 210, 9, 121, 330])
 NUM_TOKENS = 16
 RUN = "=== run "
 HOOK = "vllm_moereg.hook"
+CACHE_BYTES = 1 << 24
+"""For keys and values, which vLLM zeroes for each engine; its variable for CPUs takes whole GiB."""
 EXPERT_SCALE = 4.0
 """So much larger are experts' weights than the others, so that the residual does not hide what experts give."""
 
@@ -90,7 +94,7 @@ def write_checkpoint(folder: Path, model: str, dtype: str, quant: str | None, ve
 class Watch:
     """Notes calls of moereg's kernels in this process, in compiled code too, and may zero what they give."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_tensors: bool = True) -> None:
         from moereg import MoEKernel
 
         self.calls: list[Any] = []
@@ -102,7 +106,7 @@ class Watch:
             if self.zeroes:
                 call[3].zero_()
             else:
-                self.calls.append((kernel, *(each.clone() for each in call[:4])))
+                self.calls.append((kernel, *(each.clone() for each in call[:4] if keeps_tensors)))
 
         MoEKernel.check_and_run = check_and_run  # type: ignore[method-assign]
 
@@ -135,6 +139,7 @@ def run(
     compare: bool = False,
     version: int = 0,
     reload: int | None = None,
+    sleeps: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """One engine.
@@ -147,42 +152,86 @@ def run(
         control: Whether to generate again with experts that give zeros.
         compare: Whether to compare each call of a layer with the reference.
         reload: The version that the running engine loads afterwards, to generate again.
+        sleeps: Whether the engine sleeps and generates again, and sleeps so deep before it loads that all is lost.
         settings: For `vllm.LLM`.
     """
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm import LLM
 
     os.environ.pop("MOEREG_VLLM", None)
     if mode is not None:
         os.environ["MOEREG_VLLM"] = mode
     path = write_checkpoint(folder, model, dtype, quant, version)
     defaults = dict(enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=128)
+    sizes = dict(max_num_seqs=4, kv_cache_memory_bytes=CACHE_BYTES)
     try:
-        llm = LLM(str(path), dtype=dtype, max_num_seqs=4, seed=0, **defaults | settings)
+        llm = LLM(str(path), dtype=dtype, seed=0, **defaults | sizes | settings)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
-    def generate() -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False, ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
-
     watch.calls.clear()
-    result: dict[str, Any] = {"tokens": generate(), "calls": len(watch.calls), "hooked": HOOK in sys.modules}
+    result: dict[str, Any] = {"tokens": greedy(llm, PROMPTS), "calls": len(watch.calls), "hooked": HOOK in sys.modules}
     result["experts"] = sorted({type(kernel.experts).__name__ for kernel, *_ in watch.calls})
     if compare:
         result["errors"] = watch.largest_errors(path, dtype, kernels(llm))
     if control:
         watch.zeroes = True
-        result["zeroed"] = generate()
+        result["zeroed"] = greedy(llm, PROMPTS)
         watch.zeroes = False
+    if sleeps:
+        llm.sleep(level=1)
+        llm.wake_up()
+        result["woken"] = greedy(llm, PROMPTS)
     if reload is not None:
+        if sleeps:
+            llm.sleep(level=2)
+            llm.wake_up()
         other = write_checkpoint(folder, model, dtype, quant, reload)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        result["reloaded"] = generate()
+        result["reloaded"] = greedy(llm, PROMPTS)
+        if quant == "int4_w4a16_g64":
+            result["single_loads"] = single_loads(llm, path)  # Others than it has.
+            result["kept"] = greedy(llm, PROMPTS)
+    close(llm)
+    return result
+
+
+def single_loads(llm: Any, path: Path) -> list[str]:
+    """Loads single tensors of experts, a checkpoint's scales and then dense weights as TRL has them; what vLLM says."""
+    import torch
+    from safetensors.torch import load_file
+
+    experts = "model.layers.1.mlp.experts."
+    stored = load_file(path / "model.safetensors")
+    given = {name: tensor for name, tensor in stored.items() if name.startswith(experts) and name.endswith("scale")}
+    given[f"{experts}gate_up_proj"] = torch.ones(8, 256, 64)
+    said = []
+
+    def load(model: Any) -> None:
+        for name, tensor in given.items():
+            try:
+                said.append(f"{name}: {model.load_weights([(name, tensor)])}")
+            except Exception as error:
+                said.append(f"{name}: {type(error).__name__}: {error}")
+
+    llm.apply_model(load)
+    return said
+
+
+def greedy(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """An engine's tokens after prompts that it gets at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False, ignore_eos=True)
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [list(each.outputs[0].token_ids) for each in llm.generate(asked, params, use_tqdm=False)]
+
+
+def close(llm: Any) -> None:
+    """Ends an engine of this process, so that another can start."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
-    return result
 
 
 def kernels(llm: Any) -> dict[int, Any]:
@@ -215,14 +264,21 @@ def pretend_amx() -> None:
 
 def main(job: Path) -> None:
     """Runs a job, a list of runs, and writes JOB.out.json."""
+    import torch
     from vllm.model_executor.models import registry
 
     # vLLM looks at a model's class in a process of its own, which takes 9 s, to leave CUDA alone in this one.
     registry._run_in_subprocess = lambda look: look()
-    pretend_amx()
+    if not torch.cuda.is_available():
+        pretend_amx()
+    # It also collects the whole heap eight times per engine, which takes as long as all else that an engine does. With
+    # older objects frozen, it looks at those of the engine alone.
+    freeze, gc.freeze, gc.unfreeze = gc.freeze, lambda: None, lambda: None
     watch = Watch()
     results = []
     for settings in json.loads(job.read_text()):
+        gc.collect()
+        freeze()
         print(f"{RUN}{json.dumps(settings)}", flush=True)
         results.append(run(job.parent, watch, **settings))
         print("RESULT", json.dumps(results[-1]), flush=True)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import MODELS, NUM_TOKENS, RUN
 
-from tests.plugins.installing import Site
+from tests.plugins.installing import ROOT, Site
 
 pytestmark = [
     pytest.mark.vllm,
@@ -27,8 +31,8 @@ pytestmark = [
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_COLOR": "0",
     "HF_HUB_OFFLINE": "1",
@@ -55,21 +59,26 @@ STEERED: dict[str, dict[str, Any]] = {
     "off": steered(mode="off"),
     "a field": steered(deterministic=True),
 }
+BOUNDS: list[dict[str, Any]] = [
+    *({"model": model, "dtype": "bfloat16", "compare": True} for model in MODELS),
+    *({"quant": quant, "dtype": "bfloat16", "compare": True} for quant in QUANTS),
+]
+RELOADS: list[dict[str, Any]] = [
+    {**row, **version}
+    for row in ({"model": "qwen3"}, {"model": "deepseek"}, *({"quant": q, "dtype": "bfloat16"} for q in RELOADED))
+    for version in ({"version": 1}, {"reload": 1})
+]
+# Few jobs, since a process takes 10 s until its first engine, and each further engine one.
 JOBS: dict[str, list[dict[str, Any]]] = {
-    "bounds": [
-        *({"model": model, "dtype": "bfloat16", "compare": True} for model in MODELS),
-        *({"quant": quant, "dtype": "bfloat16", "compare": True} for quant in QUANTS),
-    ],
+    "bounds": [*BOUNDS, *RELOADS],
     "ranks": [{"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": True}],
     "off": [{"mode": "off", "model": model} for model in MODELS],
-    "auto": [*({"control": True, "model": model} for model in MODELS), *STEERED.values()],
-    "compiled": [{"control": True, "enforce_eager": False}],
-    "stranger": [{"mode": "require"}],
-    "reloaded": [
-        {**row, **version}
-        for row in ({"model": "qwen3"}, {"model": "deepseek"}, *({"quant": q, "dtype": "bfloat16"} for q in RELOADED))
-        for version in ({"version": 1}, {"reload": 1})
+    "auto": [
+        *({"control": True, "model": model} for model in MODELS),
+        *STEERED.values(),
+        {"control": True, "enforce_eager": False},
     ],
+    "stranger": [{"mode": "require"}],
 }
 
 
@@ -147,7 +156,7 @@ def test_tokens_are_vllms_own(engines: Engines, model: str) -> None:
     assert found["log"].count(SENTENCE) == 1, found["log"]
 
 
-@pytest.mark.parametrize("index", range(len(JOBS["bounds"])), ids=[*MODELS, *QUANTS])
+@pytest.mark.parametrize("index", range(len(BOUNDS)), ids=[*MODELS, *QUANTS])
 def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
     own_tokens(engines)
     found = engines("bounds", index)
@@ -155,18 +164,31 @@ def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
     assert found["calls"] == NUM_TOKENS * len(found["errors"])
     assert found["errors"]
     assert max(found["errors"].values()) < 1, found["errors"]
-    assert f" {JOBS['bounds'][index].get('quant', 'unquantized')} " in found["log"].partition(SENTENCE)[2]
+    assert f" {BOUNDS[index].get('quant', 'unquantized')} " in found["log"].partition(SENTENCE)[2]
 
 
 @pytest.mark.parametrize("index", range(4), ids=["qwen3", "deepseek", *RELOADED])
 def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines: Engines, index: int) -> None:
     """As in reinforcement learning, after each update."""
     own_tokens(engines)
-    new, running = engines("reloaded", 2 * index), engines("reloaded", 2 * index + 1)
+    new, running = (engines("bounds", len(BOUNDS) + 2 * index + place) for place in range(2))
     assert "error" not in running, running["error"]
     assert running["reloaded"] == new["tokens"]
     assert all(one != other for one, other in zip(running["tokens"], new["tokens"], strict=True))
     assert running["calls"], "vLLM alone would pass"
+
+
+def test_single_weights_do_not_load_where_they_are_repacked(engines: Engines) -> None:
+    """As TRL loads them in an engine of its own."""
+    own_tokens(engines)
+    found = engines("reloaded", 2 * (2 + RELOADED.index("int4_w4a16_g64")) + 1)
+    assert "error" not in found, found["error"]
+    *quantized, dense = found["single_loads"]
+    assert len(quantized) == 3 * 8
+    assert all("HostError: moereg cannot load single weights" in each for each in quantized), quantized
+    assert all("reload_weights" in each for each in quantized)
+    assert "AttributeError: " in dense, "vLLM itself has no place for it"
+    assert found["kept"] == found["reloaded"]
 
 
 def test_a_strangers_kernel_serves(engines: Engines) -> None:
@@ -181,7 +203,7 @@ def test_a_strangers_kernel_serves(engines: Engines) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="requires a C++ compiler for inductor's code")
 def test_compiled_code_runs_the_kernels(engines: Engines) -> None:
-    expected, found = own_tokens(engines), engines("compiled")
+    expected, found = own_tokens(engines), engines("auto", -1)
     assert found["tokens"] == expected
     assert all(zeroed != tokens for zeroed, tokens in zip(found["zeroed"], expected, strict=True))
     assert found["calls"] == NUM_TOKENS * 2
@@ -230,3 +252,24 @@ def test_settings_that_steer(engines: Engines, name: str, said: str | None) -> N
     assert (found["calls"] > 0) == (name == "a field")
     if name == "declined":
         assert "denied by the request (torch)" in found["log"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
+@pytest.mark.parametrize("quant", [None, "int4_w4a16_g64", "fp8_block128"])
+def test_a_woken_engine_is_the_same_and_loads_other_weights(quant: str | None, tmp_path: Path) -> None:
+    """Level 1 keeps everything, level 2 parameters and buffers, and nothing moves that graphs read."""
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+    common = {"mode": "require", "dtype": "bfloat16", "quant": quant, "gpu_memory_utilization": 0.1}
+    common |= {"enforce_eager": False, "compilation_config": graphs, "attention_backend": "TRITON_ATTN"}
+    common |= {"max_num_batched_tokens": 4096}
+    job = tmp_path / "job.json"
+    job.write_text(
+        json.dumps([{**common, "enable_sleep_mode": True, "sleeps": True, "reload": 1}, {**common, "version": 1}])
+    )
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.run([sys.executable, str(ENGINES), str(job)], env=environment, check=False)
+    assert process.returncode == 0
+    slept, other = json.loads(job.with_suffix(".out.json").read_text())
+    assert slept["woken"] == slept["tokens"]
+    assert slept["reloaded"] == other["tokens"] != slept["tokens"]

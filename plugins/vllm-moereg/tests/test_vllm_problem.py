@@ -38,7 +38,7 @@ def described(
     engine = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cuda"),
     )
-    engine.model_config = SimpleNamespace(enforce_eager=False, enable_sleep_mode=False)
+    engine.model_config = SimpleNamespace(enforce_eager=False)
     engine.parallel_config = SimpleNamespace(enable_elastic_ep=False, use_ubatching=False)
     offloads = {"uva": SimpleNamespace(cpu_offload_gb=0), "prefetch": SimpleNamespace(offload_group_size=0)}
     engine.offload_config = SimpleNamespace(**offloads)
@@ -70,7 +70,6 @@ DECLINES: dict[str, dict[str, Any]] = {
         f"{PARALLEL}.use_all2all_kernels": True,
         f"{PARALLEL}.all2all_backend": "moonep",
     },
-    "requires weights that stay in memory, got --enable-sleep-mode": {"engine.model_config.enable_sleep_mode": True},
     "requires shared experts apart from the others, got AITER's fused ones": {
         "config.aiter_fmoe_shared_expert_enabled": True
     },

@@ -132,7 +132,7 @@ CONTRACT: Final = (
         ),
     ),
     Need("config/parallel.py", "ParallelConfig", ("enable_elastic_ep", "use_ubatching")),
-    Need("config/model.py", "ModelConfig", ("enable_sleep_mode", "enforce_eager")),
+    Need("config/model.py", "ModelConfig", ("enforce_eager",)),
     Need("config/offload.py", "OffloadConfig", ("uva", "prefetch")),
     Need("config/offload.py", "UVAOffloadConfig", ("cpu_offload_gb",)),
     Need("config/offload.py", "PrefetchOffloadConfig", ("offload_group_size",)),

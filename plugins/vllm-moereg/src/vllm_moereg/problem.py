@@ -170,8 +170,6 @@ def _refusals(config: Any, engine: Any) -> Iterator[str]:
         yield "requires one stream, got --enable-dbo or --ubatch-size"
     if parallel.use_all2all_kernels and parallel.all2all_backend != _DISPATCHER:
         yield f"requires --all2all-backend {_DISPATCHER}, got {parallel.all2all_backend}"
-    if engine.model_config.enable_sleep_mode:
-        yield "requires weights that stay in memory, got --enable-sleep-mode"
     if config.aiter_fmoe_shared_expert_enabled:
         yield "requires shared experts apart from the others, got AITER's fused ones"
     offload = engine.offload_config
