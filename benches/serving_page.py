@@ -43,7 +43,7 @@ def _engine(run: dict[str, Any]) -> str:
     ranks = run.get("parallel", 1)
     if ranks == 1:
         return _MODES[run["mode"]]
-    return f"{_MODES[run['mode']]}, {ranks} GPUs, {'experts' if run['experts_parallel'] else 'tensor'} parallel"
+    return f"{_MODES[run['mode']]}, {ranks} GPUs, {'expert' if run['experts_parallel'] else 'tensor'} parallel"
 
 
 def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:

