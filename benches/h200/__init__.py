@@ -11,6 +11,7 @@
 | `quack_backward` | QuACK's four products of a backward pass, each checked before it is timed |
 | `sonic_moe` | training steps beside SonicMoE's, which has a process of its own |
 
+`eplb` and `adapters` time nothing: they compare tokens of vLLM's engines, whose experts move or have adapters.
 `build_flashinfer` measures nothing: it builds FlashInfer's kernels for the board.
 
 What they share: `precompile` compiles kernels on all cores before anything is timed, `candidates` times launch

@@ -48,7 +48,8 @@ def steered(**settings: Any) -> dict[str, Any]:
 STEERED: dict[str, dict[str, Any]] = {
     "a key that nobody knows": steered(favour="torch"),
     "a mode that nobody knows": {"mode": "sometimes"},
-    "all reasons": {"mode": "require", "enable_lora": True, "cpu_offload_gb": 1},
+    "a reason": {"mode": "require", "cpu_offload_gb": 1},
+    "adapters": {"mode": "require", "enable_lora": True},
     "declined": steered(deny=["torch"]),
     "off": steered(mode="off"),
     "a field": steered(deterministic=True),
@@ -227,7 +228,8 @@ def steered_run(engines: Engines, name: str) -> dict[str, Any]:
     [
         ("a key that nobody knows", ("HostError: moereg in --additional-config takes mode", "got 'favour': 'torch'")),
         ("a mode that nobody knows", ("HostError: MOEREG_VLLM must be one of auto, off, require, got 'sometimes'",)),
-        ("all reasons", ("HostError: MOEREG_VLLM=require", "requires experts without LoRA", "got --cpu-offload-gb or")),
+        ("a reason", ("HostError: MOEREG_VLLM=require", "got --cpu-offload-gb or")),
+        ("adapters", ("HostError: MOEREG_VLLM=require", "requires backend triton in an engine with LoRA, got torch")),
     ],
 )
 def test_settings_that_raise(engines: Engines, name: str, parts: tuple[str, ...]) -> None:

@@ -60,9 +60,16 @@ PARALLEL = "config.moe_parallel_config"
 ENGINE = "engine.parallel_config"
 
 DECLINES: dict[str, dict[str, Any]] = {
-    "requires experts without LoRA, got an engine with it": {"config.is_lora_enabled": True},
+    "requires activation silu, gelu, gelu_tanh without a clamp in an engine with LoRA, got silu and 7.0": {
+        **{"config.is_lora_enabled": True, "layer.swiglu_limit": 7.0}
+    },
+    "requires routing weights of outputs in an engine with LoRA, got apply_router_weight_on_input": {
+        **{"config.is_lora_enabled": True, "layer.apply_router_weight_on_input": True}
+    },
+    "requires experts that stay where their adapters are in an engine with LoRA, got --enable-eplb": {
+        **{"config.is_lora_enabled": True, f"{PARALLEL}.enable_eplb": True}
+    },
     "leaves a layer whose kernel was requested to vLLM, got --moe-backend triton": {"config.moe_backend": "triton"},
-    "requires experts that stay where they are, got --enable-eplb": {f"{PARALLEL}.enable_eplb": True},
     "requires a fixed number of ranks, got elastic expert parallelism": {f"{ENGINE}.enable_elastic_ep": True},
     "requires one stream, got --enable-dbo or --ubatch-size": {f"{ENGINE}.use_ubatching": True},
     "requires --all2all-backend allgather_reducescatter, got moonep": {
@@ -120,10 +127,12 @@ METHODS = {
         "AutoAWQMoEMethod", quant_config=SimpleNamespace(zero_point=False)
     ),
     "requires nvfp4 activations with one global scale, got one per token": nvfp4(per_token_activation=True),
+    "requires weights without a scheme in an engine with LoRA, got fp8_block128": fp8(),
     "requires a method that says whether activations are nvfp4 too, as vLLM's does from 0.29 on": method_of(
         "CompressedTensorsW4A4Nvfp4MoEMethod"
     ),
     "requires gate rows before up rows in scheme fp8_block128, got swigluoai, which alternates them": fp8(),
+    "requires activations with scales per token with --enable-eplb, got one for all in scheme nvfp4": nvfp4(),
     # gpt-oss on four ranks.
     "requires intermediate size of a rank % 32 == 0 in scheme mxfp4_w4a16, got 720": method_of("GptOssMxfp4MoEMethod"),
     "requires hidden size % 16 == 0 in scheme nvfp4, got 72": nvfp4(),
@@ -132,6 +141,8 @@ CHANGES = {
     "swigluoai": {"config.activation.value": "swigluoai"},
     "720": {"config.activation.value": "swigluoai", "config.intermediate_size_per_partition": 720},
     "72": {"config.hidden_dim": 72},
+    "fp8_block128": {"config.is_lora_enabled": True},
+    "one for all": {f"{PARALLEL}.enable_eplb": True},
 }
 """Changes of the layer, where a reason got one of these."""
 
@@ -143,9 +154,9 @@ def test_weights_that_are_left_to_vllm_have_their_reason(reason: str) -> None:
 
 
 def test_all_reasons_are_said() -> None:
-    changes = {"config.is_lora_enabled": True, f"{ENGINE}.use_ubatching": True, "config.activation.value": "situ"}
+    changes = {"config.moe_backend": "triton", f"{ENGINE}.use_ubatching": True, "config.activation.value": "situ"}
     found = [reason.rpartition("got ")[2] for reason in described(changes, method_of("QuarkMoEMethod"))]
-    assert found == ["an engine with it", "--enable-dbo or --ubatch-size", "QuarkMoEMethod", "situ"]
+    assert found == ["--moe-backend triton", "--enable-dbo or --ubatch-size", "QuarkMoEMethod", "situ"]
 
 
 DP = {f"{PARALLEL}.dp_size": 2}
@@ -158,6 +169,7 @@ PROBLEMS = [
     ({"config.has_bias": True}, Settings(), {"has_bias": True, "max_num_tokens": 64}),
     ({f"{PARALLEL}.use_ep": True, "config.num_local_experts": 4}, Settings(), {"placement": "map"}),
     ({f"{PARALLEL}.use_ep": True}, Settings(), {"placement": "contiguous"}),
+    ({f"{PARALLEL}.enable_eplb": True}, Settings(), {"quant.name": "unquantized"}),
     ({**WEIGHTED, "config.experts_per_token": 1}, Settings(), {"apply_router_weight_on_input": True, "top_k": 1}),
     # Every rank may get every other's tokens, which vLLM has weighted.
     ({**WEIGHTED, **DP}, Settings(), {"apply_router_weight_on_input": False, "max_num_tokens": 128}),

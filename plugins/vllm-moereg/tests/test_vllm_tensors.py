@@ -8,11 +8,16 @@ from typing import Any, Final
 
 import pytest
 import torch
-from vllm_moereg.weights import READERS, Form, Stored, give_back, places_of, read_form, take_weights
+from vllm_moereg.weights import READERS, Form, Stored, give_back, places_of, read_form, rows_of_experts, take_weights
 
-from moereg import ExpertWeights, MoEProblem, make_kernel, select_backend
+from moereg import ExpertWeights, MoEProblem, explain_backends, make_kernel, select_backend
+from moereg.layer.backend_calls import make_experts
+from moereg.platforms import Platform
 from moereg.selection.decide import reading_in_place
+from moereg.spec.quant_schemes import QUANT_SCHEMES
+from moereg.testing.inputs import make_weights
 from moereg.weights.elements import pack_nibbles
+from moereg.weights.permuted import PermutedWeights
 
 
 def method_of(name: str, **fields: Any) -> Any:
@@ -258,3 +263,35 @@ def test_parameters_get_back_what_a_kernel_reads_where_it_was(copied: str) -> No
             assert one.data_ptr() == before[parameter] == kernel.weights[name].data_ptr()
             assert one.shape == kernel.weights[name].shape
     assert not layer._parameters["w13_qzeros"].numel()
+
+
+def moved_rows(per_expert: dict[str, Any]) -> list[torch.Tensor]:
+    kernel = SimpleNamespace(weights=PermutedWeights("some", per_expert), selection=SimpleNamespace(backend="mine"))
+    return rows_of_experts(kernel)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", [*QUANT_SCHEMES])
+def test_an_expert_that_moves_takes_along_all_that_a_kernel_reads_of_it(scheme: str) -> None:
+    problem = MoEProblem(num_experts=3, hidden_size=256, intermediate_size=128, top_k=2, quant=scheme, has_bias=True)
+    selection = explain_backends(problem, Platform.from_name("cuda:sm90"))
+    fitting = [one for one in selection.decisions if one.accepted and one.backend in ("triton", "torch")]
+    assert fitting
+    before, order = make_weights(problem, torch.device("cpu")), [2, 0, 1]
+    after = ExpertWeights(**{name: one[order] for name, one in before.tensors().items()}, quant=scheme)
+    for decision in fitting:
+        experts = make_experts(selection, decision)
+        found, expected = (experts.permute_weights(weights, problem) for weights in (before, after))
+        both = moved_rows(found.per_expert), moved_rows(expected.per_expert)
+        for name, mine, theirs in zip(found.per_expert, *both, strict=True):
+            assert not torch.equal(mine, theirs), name
+            assert torch.equal(mine[order], theirs), name
+
+
+def test_rows_of_experts_are_views_of_what_a_kernel_reads() -> None:
+    tensor, scale = torch.rand(3, 5, 4), torch.rand(3)
+    for one in (tensor, tensor.mT, tensor[:1].mT, tensor.view(3, 2, 2, 5).permute(0, 3, 1, 2), scale):
+        (rows,) = moved_rows({"w13": one})
+        assert (rows.dtype, rows.data_ptr(), rows.shape) == (torch.uint8, one.data_ptr(), (len(one), one[0].nbytes))
+    for wrong in (tensor.transpose(0, 1), tensor[:, ::2], scale[0].expand(3), [tensor[0], tensor[1]]):
+        with pytest.raises(ValueError, match="must have each expert's w2 in one piece, got another layout of mine"):
+            moved_rows({"w2": wrong})

@@ -156,9 +156,8 @@ def gpt_oss(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
+def checkpoints_in(folder: Path) -> Callable[[str], Path]:
+    """Finds a row's checkpoint, or writes it into a folder."""
 
     @functools.cache
     def get(source: str) -> Path:
@@ -167,6 +166,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return written(folder, source) if source in QUANT_SCHEMES else CHECKPOINTS / source
 
     return get
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
 class Made(NamedTuple):
@@ -197,11 +201,12 @@ class Made(NamedTuple):
         return kernel(hidden_states, *self.whole.route(hidden_states)).float()
 
 
-@pytest.fixture
-def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
+def maker(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
     """Makes a row's layer, as rank `rank` of `tp` x `ep` would have it."""
 
-    def build(row: Row, tp: int = 1, ep: int = 1, rank: int = 0, num_experts: int | None = None) -> Made:
+    def build(
+        row: Row, tp: int = 1, ep: int = 1, rank: int = 0, num_experts: int | None = None, num_redundant: int = 0
+    ) -> Made:
         for module, name, enum in ORACLES:
             found, member = enum.split(".")
             backends = getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.oracle.{found}"), member)
@@ -222,6 +227,7 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
             pytest.skip("before vLLM 0.29 the model, not the layer, loads gpt-oss's experts")
         engine = VllmConfig()
         engine.parallel_config.enable_expert_parallel = ep > 1
+        engine.parallel_config.enable_eplb = num_redundant > 0
         with set_current_vllm_config(engine):
             layer = FusedMoEFactory(
                 num_experts=num_experts or config.get("num_experts") or config["num_local_experts"],
@@ -234,6 +240,7 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
                 activation="swigluoai" if is_gpt_oss else "silu",
                 has_bias=is_gpt_oss,
                 routed_experts_cls=GptOssRoutedExperts if is_gpt_oss else RoutedExperts,
+                **{"enable_eplb": num_redundant > 0, "num_redundant_experts": num_redundant},
             ).routed_experts
         assert type(layer.quant_method).__name__ == row.method
         if row.method == "CompressedTensorsW4A4Nvfp4MoEMethod" and not hasattr(layer.quant_method, "use_a16"):
@@ -244,6 +251,9 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
         return Made(layer, engine, load_experts(folder, 0), folder)
 
     return build
+
+
+make = pytest.fixture(name="make")(maker)
 
 
 def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
@@ -262,7 +272,8 @@ def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
         module = next(each for each in GPT_OSS if name.startswith(each))
         matrix, suffix = GPT_OSS[module], SUFFIXES[name.removeprefix(module)]
         parameter = getattr(layer, matrix + suffix)
-        for expert, values in enumerate(tensor):
+        for expert in range(layer.global_num_experts):
+            values = tensor[expert % len(tensor)]
             parameter.weight_loader(parameter, values, matrix + suffix, f"gpt_oss_{matrix}", expert, True)
 
 
@@ -327,6 +338,7 @@ def test_a_served_method_answers_vllm(name: str, make: Callable[..., Made]) -> N
     assert hook.served_by(method) is not None
     assert type(method).__name__ == ROWS[name].method
     assert method.get_fused_moe_quant_config(made.layer).quant_dtype is None, "as the warm-up of DeepGEMM asks"
+    assert method.supports_eplb
     assert not method.supports_pre_processed_weights
 
 
@@ -405,6 +417,15 @@ def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made
         assert not method.apply(made.layer, hidden_states, *routing, None, None).any()
         load(made.layer, made.folder, "")
         assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
+
+
+def test_experts_that_may_have_moved_are_not_loaded_again(make: Callable[..., Made]) -> None:
+    made = make(ROWS["fp8_block"], ep=2, num_redundant=2)
+    method = serve(made)
+    with set_current_vllm_config(made.engine):
+        method.process_weights_after_loading(made.layer)
+        with pytest.raises(HostError, match=r"cannot load weights of .* again with --enable-eplb"):
+            method.process_weights_after_loading(made.layer)
 
 
 def test_a_single_bias_is_refused_where_rows_were_copied(make: Callable[..., Made]) -> None:

@@ -25,6 +25,13 @@ _CALL: Final = (
     "topk_weights topk_ids activation global_num_experts expert_map apply_router_weight_on_input".split()  # noqa: SIM905
 )
 
+ADAPTER_PLAN: Final = (
+    *("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora"),
+    "token_lora_mapping",
+)
+"""Results of the first `apply_*_lora`, by the second's names."""
+_ADAPTED: Final = "lora_context y x topk_weights w1 w2 num_tokens top_k_num".split()  # noqa: SIM905
+
 
 @dataclasses.dataclass(frozen=True)
 class Need:
@@ -53,6 +60,7 @@ CONTRACT: Final = (
     ),
     Need(_MOE + "routed_experts.py", "RoutedExperts._get_quant_method", ("prefix", "quant_config", "moe_config"), True),
     Need(_MOE + "routed_experts.py", "RoutedExperts._expert_routing_tables", (), True),
+    Need(_MOE + "routed_experts.py", "RoutedExperts.get_expert_weights", (), True),
     Need(
         _MOE + "fused_moe_method_base.py",
         "FusedMoEMethodBase.apply",
@@ -107,6 +115,11 @@ CONTRACT: Final = (
         "maybe_make_prepare_finalize",
         ("moe", "quant_config", "routing_tables", "allow_new_interface", "use_monolithic"),
     ),
+    Need(_MOE + "modular_kernel.py", "FusedMoEExpertsModular.activation", ("activation", "output", "input")),
+    Need(
+        _MOE + "experts/lora_experts_mixin.py", "LoRAExpertsMixin.apply_w13_lora", (*_ADAPTED, "topk_ids", "expert_map")
+    ),
+    Need(_MOE + "experts/lora_experts_mixin.py", "LoRAExpertsMixin.apply_w2_lora", (*_ADAPTED, *ADAPTER_PLAN)),
     Need(_MOE + "topk_weight_and_reduce.py", "TopKWeightAndReduceNoOP"),
     Need(_MOE + "config.py", "FusedMoEQuantConfig.make"),
     Need(

@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from moereg import MoEKernel
+from vllm_moereg.contract import ADAPTER_PLAN
 
 __all__ = ["MoeregExperts"]
 
 
-class MoeregExperts(modular_kernel.FusedMoEExpertsModular):
+class MoeregExperts(LoRAExpertsMixin, modular_kernel.FusedMoEExpertsModular):
     """Experts that hold a kernel of moereg, which has the weights; vLLM's oracles never choose it.
+
+    Where vLLM has set the state of adapters, their parts are added to each of the layer's products.
 
     Args:
         moe_config, quant_config: As vLLM's base class takes them.
@@ -82,7 +86,34 @@ class MoeregExperts(modular_kernel.FusedMoEExpertsModular):
         """Writes this rank's weighted sums into `output` [T,H]."""
         if apply_router_weight_on_input:
             topk_weights = torch.ones_like(topk_weights)  # Applied before the tokens moved.
-        self.kernel(hidden_states.contiguous(), topk_weights.float(), topk_ids, out=output)
+        call = hidden_states.contiguous(), topk_weights.float(), topk_ids
+        if self._lora_context is None:
+            self.kernel(*call, out=output)
+        else:
+            self._apply_with_adapters(output, *call, expert_map, activation)
+
+    def _apply_with_adapters(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        activation: Any,
+    ) -> None:
+        from vllm_moereg.products import RouteProducts
+
+        weights, products = self.kernel.weights, RouteProducts(self.kernel, topk_ids.to(torch.int32).contiguous())
+        more = {"w1": weights["w13"], "w2": weights["w2"], "topk_weights": topk_weights}
+        more |= {"num_tokens": len(topk_ids), "top_k_num": topk_ids.shape[1]}
+        gate_up, routing = products.gate_up(hidden_states), {"topk_ids": topk_ids, "expert_map": expert_map}  # [T,K,2I]
+        plan = self.apply_w13_lora(self._lora_context, y=gate_up, x=hidden_states, **routing, **more)
+        rows = gate_up.new_empty((topk_ids.numel(), self.kernel.problem.intermediate_size))
+        self.activation(activation, rows, gate_up.flatten(0, 1))
+        routes = products.down(rows, topk_weights)  # [T,K,H]
+        more |= zip(ADAPTER_PLAN, plan, strict=True)
+        self.apply_w2_lora(self._lora_context, y=routes, x=rows, **more)
+        torch.sum(routes, 1, out=output)
 
     @staticmethod
     def _supports_current_device() -> bool:

@@ -23,15 +23,18 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from moereg import ExpertWeights, MoEKernel, Selection, explain_backends, make_kernel
 from moereg.platforms import platform_of
+from moereg.selection.decide import reading_in_place
 from vllm_moereg.experts import MoeregExperts
 from vllm_moereg.problem import Described, describe, moves_tokens
 from vllm_moereg.settings import HostError, Settings
-from vllm_moereg.weights import expose, give_back, places_of, take_weights
+from vllm_moereg.weights import expose, give_back, places_of, rows_of_experts, take_weights
 
 __all__ = ["install", "served_by"]
 
 logger: Final = logging.getLogger("vllm.moereg")
 
+_APART: Final = "triton"
+"""The backend of whose products `MoeregExperts` makes a layer with adapters."""
 # Before 0.30 vLLM's routers call operators that its builds for CPUs lack: its own experts route there.
 _CPU_ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 _SAID: Final[set[str]] = set()
@@ -101,13 +104,17 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
         selection = explain_backends(
             described.problem, platform_of(device), settings.require, settings.prefer, settings.deny
         )
-        if selection.winner is not None:
+        if config.is_lora_enabled:
+            selection = reading_in_place(selection)
+        reasons = "" if selection.winner is not None else selection.refusal
+        if config.is_lora_enabled and selection.backend not in (None, _APART):
+            reasons = f"requires backend {_APART} in an engine with LoRA, got {selection.backend}"
+        if not reasons:
             _say_choice(name, selection)
             _enter_cache_key(engine, selection)
             method.__class__ = _subclass(type(method))
             method.moereg = Served(name, described, selection, moves_tokens(config), settings.warm_up)
             return
-        reasons = selection.refusal
     else:
         reasons = "; ".join(described)
     text = f"moereg leaves MoE layers such as {name} ({kind}) to vLLM: {reasons}"
@@ -163,9 +170,10 @@ def _subclass(base: type) -> type:
         "process_weights_after_loading": _process_weights,
         "apply": _apply,
     }
-    flags = ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_eplb")
-    for name in (*flags, "supports_pre_processed_weights"):
+    flags = ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_pre_processed_weights")
+    for name in flags:
         namespace[name] = property(lambda self: False)
+    namespace["supports_eplb"] = property(lambda self: True)
     return type(base.__name__, (base,), namespace)
 
 
@@ -175,6 +183,10 @@ def _process_weights(method: Any, layer: Any) -> None:
     try:
         if is_first:
             _make(served, layer)
+            if method.moe.moe_parallel_config.enable_eplb:
+                # vLLM's own takes every parameter, also those that are empty now.
+                rows = rows_of_experts(served.kernel)
+                layer.get_expert_weights = lambda: rows
         else:
             _reload(served, layer)
     except ValueError as error:
@@ -220,6 +232,11 @@ def _reload(served: Served, layer: Any) -> None:
     which are the kernel's tensors again, so that nothing is copied twice.
     """
     assert served.kernel is not None
+    if layer.moe_config.moe_parallel_config.enable_eplb:
+        raise HostError(
+            f"moereg cannot load weights of {served.name} again with --enable-eplb: vLLM would write them to where its "
+            "experts were at first; start another engine"
+        )
     served.kernel.reload(_take(served, layer), write_shared=True)
     for name, tensor in served.places.items():
         layer._parameters[name].data = tensor

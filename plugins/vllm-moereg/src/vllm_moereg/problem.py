@@ -54,6 +54,7 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Any], Activation]]] = MappingProxyType
 """moereg's activation of a layer, by the value of vLLM's `MoEActivation`."""
 
 _INTERLEAVED: Final = "swigluoai"
+_PLAIN: Final = ("silu", "gelu", "gelu_tanh")
 _DISPATCHER: Final = "allgather_reducescatter"
 """vLLM's default, which gives the experts tokens in standard order with all routes; others do not, or are untried."""
 
@@ -116,7 +117,13 @@ def _refusals_of_form(form: Form, layer: Any, config: Any) -> Iterator[str]:
     name = config.activation.value
     if name == _INTERLEAVED and not form.may_interleave:
         yield f"requires gate rows before up rows in scheme {form.scheme}, got {name}, which alternates them"
-    weight = QUANT_SCHEMES[form.scheme].weight
+    weight, activation = QUANT_SCHEMES[form.scheme].weight, QUANT_SCHEMES[form.scheme].activation
+    if config.is_lora_enabled:
+        yield from _refusals_beside_adapters(form, layer, config)
+    is_of_rank = activation is not None and (activation.group[0] == WHOLE or activation.global_scale)
+    if is_of_rank and config.moe_parallel_config.enable_eplb:
+        # It depends on the experts of a rank, so that numbers would change when experts move.
+        yield f"requires activations with scales per token with --enable-eplb, got one for all in scheme {form.scheme}"
     if weight is None:
         if layer.params_dtype != config.in_dtype:
             yield f"requires weights of the tokens' dtype, got {layer.params_dtype} and {config.in_dtype}"
@@ -127,6 +134,19 @@ def _refusals_of_form(form: Form, layer: Any, config: Any) -> Iterator[str]:
         # vLLM's parameters have no scale for the rest of a group, and its loader would give a rank another's scales.
         if rows == 1 and columns != WHOLE and size % columns:
             yield f"requires {what} % {columns} == 0 in scheme {form.scheme}, got {size}"
+
+
+def _refusals_beside_adapters(form: Form, layer: Any, config: Any) -> Iterator[str]:
+    """Refuses what the path with LoRA lacks: vLLM adds to rows, and its activation follows, in 0.26 without a clamp."""
+    name, limit = config.activation.value, layer.swiglu_limit
+    if form.scheme != "unquantized":
+        yield f"requires weights without a scheme in an engine with LoRA, got {form.scheme}"
+    if name not in _PLAIN or limit is not None:
+        yield f"requires activation {', '.join(_PLAIN)} without a clamp in an engine with LoRA, got {name} and {limit}"
+    if layer.apply_router_weight_on_input:
+        yield "requires routing weights of outputs in an engine with LoRA, got apply_router_weight_on_input"
+    if config.moe_parallel_config.enable_eplb:
+        yield "requires experts that stay where their adapters are in an engine with LoRA, got --enable-eplb"
 
 
 def moves_tokens(config: Any) -> bool:
@@ -142,12 +162,8 @@ def _captures(engine: Any) -> bool:
 def _refusals(layer: Any, config: Any, engine: Any) -> Iterator[str]:
     """Reasons to leave a layer to vLLM whatever its weights are."""
     parallel = config.moe_parallel_config
-    if config.is_lora_enabled:
-        yield "requires experts without LoRA, got an engine with it"
     if config.moe_backend != "auto":
         yield f"leaves a layer whose kernel was requested to vLLM, got --moe-backend {config.moe_backend}"
-    if parallel.enable_eplb:
-        yield "requires experts that stay where they are, got --enable-eplb"
     if engine.parallel_config.enable_elastic_ep:
         yield "requires a fixed number of ranks, got elastic expert parallelism"
     if engine.parallel_config.use_ubatching:

@@ -19,7 +19,10 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES, QUANT_SCHEMES, TensorRole, tensor_name
 from moereg.weights.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 
-__all__ = ["READERS", "Declined", "Form", "Stored", "give_back", "places_of", "read_form", "take_weights"]
+__all__ = [
+    *("READERS", "Declined", "Form", "Stored"),
+    *("give_back", "places_of", "read_form", "rows_of_experts", "take_weights"),
+]
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
 
@@ -160,6 +163,28 @@ def expose(layer: Layer, kernel: MoEKernel) -> None:
             layer.register_buffer(f"moereg_{name}", tensor, persistent=False)
         elif tensor.untyped_storage()._cdata not in own:
             layer.register_parameter(f"moereg_{name}", torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def rows_of_experts(kernel: MoEKernel) -> list[torch.Tensor]:
+    """All that a kernel reads of each expert, as views of bytes [E,n], for vLLM to move experts between ranks.
+
+    Raises:
+        ValueError: An expert's part of a tensor is not one piece of memory.
+    """
+    found = []
+    for name, tensor in kernel.weights.per_expert.items():
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            # A transposed matrix is one piece, too.
+            rows = tensor.permute(0, *sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True))
+            if rows.is_contiguous():
+                # As bytes, since NCCL does not know each dtype.
+                found.append(rows.view(len(rows), -1).view(torch.uint8))
+                continue
+        raise ValueError(
+            f"with --enable-eplb a kernel must have each expert's {name} in one piece, got another layout of "
+            f"{kernel.selection.backend}; deny that backend"
+        )
+    return found
 
 
 def _is_of_experts(name: str) -> bool:
