@@ -70,52 +70,60 @@ INT4: Final = {
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the checkpoint's tensors."""
-    hidden, inner, head = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["head_dim"]
-    heads, kv_heads = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    hidden, inner, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (CONFIG["vocab_size"], hidden),
-        "lm_head.weight": (CONFIG["vocab_size"], hidden),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "lm_head.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         rows = {"q": (heads, hidden), "k": (kv_heads, hidden), "v": (kv_heads, hidden), "o": (hidden, heads)}
         found |= {f"{prefix}self_attn.{name}_proj.weight": shape for name, shape in rows.items()}
         found |= {f"{prefix}self_attn.{name}_norm.weight": (head,) for name in "qk"}
         found |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        found[f"{prefix}mlp.gate.weight"] = (CONFIG["num_experts"], hidden)
-        for expert in range(CONFIG["num_experts"]):
+        found[f"{prefix}mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
             matrices = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
             found |= {f"{prefix}mlp.experts.{expert}.{name}_proj.weight": shape for name, shape in matrices.items()}
     return found
 
 
-def write_checkpoint(folder: Path, quant: str, dtype: str, zeroed: bool) -> None:
-    """Writes tensors that depend on their names alone; experts are large, so that the residual does not hide them."""
+def drawn(name: str, shape: tuple[int, ...]) -> Any:
+    """Standard normal numbers that depend on a tensor's name alone, drawn on the GPU where there is one."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def write_checkpoint(folder: Path, quant: str, dtype: str, zeroed: bool, config: Mapping[str, Any] = CONFIG) -> None:
+    """Writes a model whose experts' part is large, so that the residual does not hide it."""
     import torch
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    for name, shape in shapes().items():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    for name, shape in shapes(config).items():
         if len(shape) == 1:
             tensors[name] = torch.ones(shape, dtype=getattr(torch, dtype))
             continue
         is_expert = ".experts." in name
         scale = 1.0 if "embed" in name else (3.0 if is_expert else 1.0) * shape[1] ** -0.5
-        matrix = torch.randn(shape, generator=generator) * scale
+        matrix = drawn(name, shape) * scale
         if zeroed and "down_proj" in name:
             matrix.zero_()
         if is_expert and quant == "int4":
             tensors |= packed(name.removesuffix(".weight"), matrix, getattr(torch, dtype))
         else:
-            tensors[name] = matrix.to(getattr(torch, dtype))
+            tensors[name] = matrix.to(getattr(torch, dtype)).cpu()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     settings = {"quantization_config": INT4} if quant == "int4" else {}
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **settings, "torch_dtype": dtype}))
+    (folder / "config.json").write_text(json.dumps({**config, **settings, "torch_dtype": dtype}))
 
 
 def packed(module: str, matrix: Any, dtype: Any) -> dict[str, Any]:
@@ -125,10 +133,10 @@ def packed(module: str, matrix: Any, dtype: Any) -> dict[str, Any]:
     groups = matrix.unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(2) / 7.5).clamp(min=1e-6).to(dtype)
     codes = (groups / scale.float().unsqueeze(2)).round().clamp(-8, 7).flatten(1).long() + 8
-    words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
+    words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8, device=codes.device)).sum(2)
     return {
-        f"{module}.weight_packed": torch.where(words < 2**31, words, words - 2**32).int(),
-        f"{module}.weight_scale": scale,
+        f"{module}.weight_packed": torch.where(words < 2**31, words, words - 2**32).int().cpu(),
+        f"{module}.weight_scale": scale.cpu(),
         f"{module}.weight_shape": torch.tensor(matrix.shape),
     }
 
@@ -166,7 +174,7 @@ def run_engine(options: argparse.Namespace) -> dict[str, Any]:
         keep_copies()
     keywords: dict[str, Any] = {"enforce_eager": True}
     if torch.cuda.is_available():
-        keywords = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.5}
+        keywords = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.2}
         keywords["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if eplb is not None:
         communicator = {"communicator": options.communicator} if options.communicator else {}
