@@ -50,8 +50,9 @@ _TABLE: Final = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
 
 
 def pages() -> list[pathlib.Path]:
-    """README, the docs and the pages beside the stored results, as far as they have tables."""
+    """READMEs, the docs and the pages beside the stored results, as far as they have tables."""
     found = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "benches" / "results").glob("*.md"))]
+    found += sorted((ROOT / "plugins").glob("*/README.md"))
     return [path for path in found if _TABLE.search(path.read_text(encoding="utf-8"))]
 
 

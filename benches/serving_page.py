@@ -1,7 +1,8 @@
-"""Tables of vLLM engines with moereg's experts beside vLLM's own, from stored runs of `benches.h200.serving`."""
+"""Tables of engines with moereg's experts beside their own, from runs of `benches.h200.serving` and `.sglang`."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -11,12 +12,12 @@ from benches.stored import RESULTS, outcome, read
 
 __all__ = ["TABLES"]
 
-_FILE: Final = RESULTS / "serving_h200.json"
-_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "graphs and compiler"}
+_FILES: Final = {"vLLM": RESULTS / "serving_h200.json", "SGLang": RESULTS / "sglang_h200.json"}
+_MODES: Final = {"eager": "eager", "graphs": "graphs", "compiled": "graphs and compiler"}
 
 
 class _Pair(NamedTuple):
-    """A workload of one engine, with vLLM's experts and with moereg's: the best of every run."""
+    """A workload of one engine, with its own experts and with moereg's: the best of every run."""
 
     model: str
     mode: str
@@ -30,8 +31,8 @@ _APART: Final = {"--compare", "--zero-experts", "--layers"}
 """Options of runs that are checks, or of part of a model."""
 
 
-def _runs() -> list[dict[str, Any]]:
-    return [run for run in read(_FILE)["runs"] if not run["wishes"] and not _APART & {*run["argv"]}]
+def _runs(name: str) -> list[dict[str, Any]]:
+    return [run for run in read(_FILES[name])["runs"] if not run["wishes"] and not _APART & {*run["argv"]}]
 
 
 def _is_ours(run: dict[str, Any]) -> bool:
@@ -46,10 +47,10 @@ def _engine(run: dict[str, Any]) -> str:
     return f"{_MODES[run['mode']]}, {ranks} GPUs, {'expert' if run['experts_parallel'] else 'tensor'} parallel"
 
 
-def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:
+def _best(name: str, mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:
     """The shortest times of each workload over the rounds."""
     found: dict[tuple[int, int, int], dict[str, float]] = {}
-    for run in _runs():
+    for run in _runs(name):
         if (run["model"], run["quant"], _engine(run)) != mode or _is_ours(run) is not ours:
             continue
         for row in run["rows"]:
@@ -59,10 +60,10 @@ def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], 
     return found
 
 
-def _pairs() -> Iterator[_Pair]:
-    modes = dict.fromkeys((run["model"], run["quant"], _engine(run)) for run in _runs() if "tiny" not in run["model"])
-    for key in modes:
-        theirs, ours = _best(key, ours=False), _best(key, ours=True)
+def _pairs(name: str) -> Iterator[_Pair]:
+    runs = [run for run in _runs(name) if "tiny" not in run["model"]]
+    for key in dict.fromkeys((run["model"], run["quant"], _engine(run)) for run in runs):
+        theirs, ours = _best(name, key, ours=False), _best(name, key, ours=True)
         model = f"{key[0]} {key[1]}"
         for sequences, prompt, output in sorted(theirs.keys() & ours.keys()):
             work = f"{sequences} x {prompt:,}"
@@ -80,34 +81,36 @@ def _mean(pairs: list[_Pair]) -> str:
     return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); {counts[0]} won, {counts[1]} tied, {counts[2]} lost"
 
 
-def summary_table() -> str:
-    """For each engine, vLLM's time over moereg's: all first tokens, and the steps after them."""
-    pairs = list(_pairs())
+def summary_table(name: str) -> str:
+    """For each engine, its time over moereg's: all first tokens, and the steps after them."""
+    pairs = list(_pairs(name))
     rows = []
     for key in dict.fromkeys((pair.model, pair.mode) for pair in pairs):
         own = [pair for pair in pairs if (pair.model, pair.mode) == key]
         prefill, decode = ([pair for pair in own if pair.is_prefill is flag] for flag in (True, False))
         rows.append([*key, _mean(prefill), _mean(decode) if decode else ""])
-    run = _runs()[0]
+    run = _runs(name)[-1]
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    header = ["model", "engine", "all first tokens, vLLM's time / moereg's", "the steps after them"]
+    header = ["model", "engine", f"all first tokens, {name}'s time / moereg's", "the steps after them"]
     return f"{table(header, rows)}\n\n{run['device']}; {versions}."
 
 
-def rows_table() -> str:
+def rows_table(name: str) -> str:
     """Every workload: milliseconds to all first tokens, and of a decode step."""
     rows = []
-    for pair in _pairs():
+    for pair in _pairs(name):
         steps = 1 if pair.is_prefill else int(pair.workload.rpartition("+ ")[2]) - 1
         times = [f"{1000 * seconds / steps:,.2f}" for seconds in (pair.theirs, pair.ours)]
         what = "all first tokens" if pair.is_prefill else "step"
         ratio = pair.theirs / pair.ours
         rows.append([pair.model, pair.mode, pair.workload, what, *times, f"{ratio:.2f}", outcome(ratio)])
-    header = ["model", "engine", "sequences x prompt + output", "time of", "vLLM ms", "moereg ms", "ratio", ""]
+    header = ["model", "engine", "sequences x prompt + output", "time of", f"{name} ms", "moereg ms", "ratio", ""]
     return table(header, rows)
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    "serving": summary_table,
-    "serving_rows": rows_table,
+    "serving": functools.partial(summary_table, "vLLM"),
+    "serving_rows": functools.partial(rows_table, "vLLM"),
+    "sglang": functools.partial(summary_table, "SGLang"),
+    "sglang_rows": functools.partial(rows_table, "SGLang"),
 }

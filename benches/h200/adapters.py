@@ -27,7 +27,8 @@ ENGINES: Final = {"vllm": "off", "moereg": "require"}
 SEQUENCES: Final = 24
 PROMPT: Final = 64
 OUTPUT: Final = 32
-LARGE: Final[Mapping[str, Any]] = CONFIG | {
+LARGE: Final[Mapping[str, Any]] = {
+    **CONFIG,
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
     "num_experts": 128,

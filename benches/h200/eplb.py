@@ -34,7 +34,7 @@ SEQUENCES: Final = 16
 PROMPT: Final = 64
 OUTPUT: Final = 40
 GROUP: Final = 128
-CONFIG: Final = {
+CONFIG: Final[Mapping[str, Any]] = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 4096,

@@ -191,8 +191,9 @@ def server(options: argparse.Namespace, path: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
     command += ["--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs"]
     for name, value in settings(options).items():
-        flag = f"--{name.replace('_', '-')}"
-        command += [flag] if value is True else [] if value is False else [flag, str(value)]
+        if value is not False:
+            command += [f"--{name.replace('_', '-')}"]
+            command += [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with (options.folder / "server.log").open("w") as log:
