@@ -10,6 +10,9 @@
 #endif
 
 #define MOEREG_INLINE static inline __attribute__((always_inline))
+// Arrays of registers are registers only if every loop over them is unrolled.
+#define MOEREG_UNROLL _Pragma("GCC unroll 8")
+#define MOEREG_LAMBDA __attribute__((always_inline))
 
 namespace {
 
@@ -58,6 +61,24 @@ MOEREG_INLINE Bits multiply_pairs(Bits sum, Bits a, Bits b) {
     return _mm512_dpwssd_epi32(sum, a, b);
 #else
     return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+// Sums of products of unsigned bytes of `a` and signed ones of `b`. Without VNNI they are pairs in 16 bits, which the
+// caller keeps from overflowing.
+MOEREG_INLINE Bits multiply_bytes(Bits sum, Bits a, Bits b) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(sum, a, b);
+#else
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b));
+#endif
+}
+// 256 * high + low of such sums, in 32 bits.
+MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {
+#ifdef __AVX512VNNI__
+    return add32(left32<8>(high), low);
+#else
+    const Bits ones = _mm512_madd_epi16(low, _mm512_set1_epi16(1));
+    return _mm512_add_epi32(_mm512_madd_epi16(high, _mm512_set1_epi16(256)), ones);
 #endif
 }
 MOEREG_INLINE Floats load_halves(const void* from) {
@@ -122,6 +143,13 @@ MOEREG_INLINE Bits look_up(const uint8_t* table, Bits places) {
 }
 MOEREG_INLINE Bits multiply_pairs(Bits sum, Bits a, Bits b) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+}
+MOEREG_INLINE Bits multiply_bytes(Bits sum, Bits a, Bits b) {
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b));
+}
+MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {
+    const Bits ones = _mm256_madd_epi16(low, _mm256_set1_epi16(1));
+    return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), ones);
 }
 MOEREG_INLINE Floats load_halves(const void* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
@@ -211,6 +239,15 @@ MOEREG_INLINE Bits look_up(const uint8_t* table, Bits places) {
 MOEREG_INLINE Bits multiply_pairs(Bits sum, Bits a, Bits b) {
     const Bits low = signed_right32<16>(left32<16>(a)) * signed_right32<16>(left32<16>(b));
     return sum + low + signed_right32<16>(a) * signed_right32<16>(b);
+}
+MOEREG_INLINE Bits multiply_bytes(Bits sum, Bits a, Bits b) {
+    const Shorts even = reinterpret_cast<Shorts>(a & 0x00ff00ff) * reinterpret_cast<Shorts>(signed_right16<8>(left16<8>(b)));
+    const Shorts odd = reinterpret_cast<Shorts>(right16<8>(a)) * reinterpret_cast<Shorts>(signed_right16<8>(b));
+    return reinterpret_cast<Bits>(reinterpret_cast<Shorts>(sum) + even + odd);
+}
+MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {
+    const Bits even = left32<8>(signed_right32<16>(left32<16>(high))) + signed_right32<16>(left32<16>(low));
+    return even + left32<8>(signed_right32<16>(high)) + signed_right32<16>(low);
 }
 MOEREG_INLINE Floats load_halves(const void* from) {
     typedef uint16_t EightShorts __attribute__((vector_size(16)));
