@@ -80,8 +80,11 @@ class _CpuExperts(Experts):
     shared_layouts: ClassVar[tuple[str, ...]] = ("canonical",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        """Views of the canonical tensors."""
-        return PermutedWeights("canonical", weights.tensors("weight", "scale", "scale_2", "zero_point", "bias"))
+        """Views of the canonical tensors; a static activation scale, which is not read, becomes one per expert."""
+        tensors = weights.tensors()
+        for name, scale in weights.tensors("activation_scale").items():
+            tensors[name] = scale.expand(problem.num_local_experts).contiguous()
+        return PermutedWeights("canonical", tensors)
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sorted routes, packed rows, the intermediate and each route's output, in the second workspace."""
@@ -102,6 +105,8 @@ class _CpuExperts(Experts):
         layer = Layer.from_buffer_copy(self._layer)
         _point(layer.w13, weights, "w13")
         _point(layer.w2, weights, "w2")
+        # A caller's own tensor has the problem's dtype, whatever `wide_output` says.
+        layer.out_format = _format_of(out)
         hidden_states = inputs.hidden_states
         call = Call(
             hidden_states.data_ptr(),
@@ -132,7 +137,6 @@ class _CpuExperts(Experts):
             num_local_experts=problem.num_local_experts,
             top_k=problem.top_k,
             format=FORMATS[problem.dtype],
-            out_format=FORMATS[str(self.rows_dtype).removeprefix("torch.")],
             activation=ACTIVATIONS[activation.name],
             scales_input=problem.apply_router_weight_on_input,
             has_limit=activation.limit is not None,
@@ -165,11 +169,15 @@ def _point(matrix: Matrix, weights: PermutedWeights, name: str) -> None:
         if f"{name}_{role}" in tensors:
             setattr(matrix, role, weights[f"{name}_{role}"].data_ptr())
     if matrix.bias is not None:
-        matrix.bias_format = FORMATS[str(weights[f"{name}_bias"].dtype).removeprefix("torch.")]
+        matrix.bias_format = _format_of(weights[f"{name}_bias"])
     if matrix.scale is not None:
         matrix.scale_halves = _halves(weights[f"{name}_scale"])
     if matrix.scale_2 is not None:
         matrix.scale_2_halves = _halves(weights[f"{name}_scale_2"])
+
+
+def _format_of(tensor: torch.Tensor) -> int:
+    return FORMATS[str(tensor.dtype).removeprefix("torch.")]
 
 
 def _halves(scale: torch.Tensor) -> int:
