@@ -23,9 +23,13 @@ constexpr int64_t kTileColumns = 64;
 // Rows that one pass over a tile's weights serves. Their packed form should stay in the second cache.
 constexpr int64_t kMaxRows = 16;
 constexpr int64_t kAlignment = 64;
+// Longer calls run in pieces, each with at least kLeastTokens, whose routes' outputs take at most so many bytes of fp32.
+constexpr int64_t kPieceBytes = 64 << 20;
+constexpr int64_t kLeastTokens = 64;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t tiles_of(int64_t count, int64_t tile) { return (count + tile - 1) / tile; }
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t aligned(int64_t bytes) { return tiles_of(bytes, kAlignment) * kAlignment; }
 
 #ifdef MOEREG_CPU_X86
@@ -49,6 +53,11 @@ bool runs(int32_t table) {
 }
 
 int64_t item_bytes(int32_t format) { return format == MOEREG_CPU_F32 ? 4 : 2; }
+
+int64_t tokens_of_piece(const moereg_cpu_layer& layer, int64_t num_tokens, bool is_per_expert) {
+    const int64_t rows = is_per_expert ? layer.num_local_experts : layer.top_k;
+    return smaller(num_tokens, larger(kLeastTokens, kPieceBytes / (rows * layer.w2.rows * 4)));
+}
 
 int64_t packed_row_bytes(const Table& table, const moereg_cpu_matrix& matrix) {
     return tiles_of(matrix.columns, kBlock) * table.packed_block_bytes(matrix);
@@ -77,14 +86,16 @@ struct Counter {
     alignas(kAlignment) std::atomic<int64_t> value;
 };
 
-// One call. N is routes, at most T * K, or the rows of a call whose rows are laid out per expert.
+// One piece of a call: its tokens from `first` on. N is routes, at most T * K, or the rows of a call whose rows are laid
+// out per expert.
 struct Run {
     const moereg_cpu_layer& layer;
     const moereg_cpu_call& call;
     const moereg_cpu_threads& threads;
     const Table& table;
-    int64_t hidden, intermediate, num_routes, packed_bytes, packed_inner_bytes;
+    int64_t first, num_tokens;
     bool is_per_expert;
+    int64_t hidden, intermediate, num_routes, packed_bytes, packed_inner_bytes;
 
     // Parts of the workspace.
     int64_t* experts;         // [E]: experts with rows
@@ -101,13 +112,13 @@ struct Run {
     int64_t num_rows = 0;
 
     Run(const moereg_cpu_layer& layer, const moereg_cpu_call& call, const moereg_cpu_threads& threads,
-        const Table& table, bool is_per_expert)
-        : layer(layer), call(call), threads(threads), table(table), hidden(layer.w2.rows),
-          intermediate(layer.w2.columns), num_routes(call.num_tokens * (is_per_expert ? layer.num_local_experts : layer.top_k)),
-          packed_bytes(packed_row_bytes(table, layer.w13)), packed_inner_bytes(packed_row_bytes(table, layer.w2)),
-          is_per_expert(is_per_expert) {}
+        const Table& table, int64_t first, int64_t num_tokens, bool is_per_expert)
+        : layer(layer), call(call), threads(threads), table(table), first(first), num_tokens(num_tokens),
+          is_per_expert(is_per_expert), hidden(layer.w2.rows), intermediate(layer.w2.columns),
+          num_routes(num_tokens * (is_per_expert ? layer.num_local_experts : layer.top_k)),
+          packed_bytes(packed_row_bytes(table, layer.w13)), packed_inner_bytes(packed_row_bytes(table, layer.w2)) {}
 
-    int64_t num_inputs() const { return is_per_expert ? num_routes : call.num_tokens; }
+    int64_t num_inputs() const { return is_per_expert ? num_routes : num_tokens; }
 
     int64_t cut(void* workspace) {
         char* begin = static_cast<char*>(workspace);
@@ -122,13 +133,13 @@ struct Run {
         packed = parts.take<uint8_t>(num_inputs() * packed_bytes);
         inner = parts.take<float>(num_routes * intermediate);
         packed_inner = parts.take<uint8_t>(num_routes * packed_inner_bytes);
-        rows = parts.take<float>(num_routes * hidden);
+        rows = parts.take<float>(is_per_expert ? 0 : num_routes * hidden);
         return parts.used() + kAlignment;
     }
 
     // The local expert of a route, or -1.
     int64_t expert_of(int64_t route) const {
-        int64_t id = call.topk_ids[route];
+        int64_t id = call.topk_ids[first * layer.top_k + route];
         if (id < 0 || id >= layer.num_experts) return -1;
         if (call.expert_map != nullptr) id = call.expert_map[id];
         return id >= 0 && id < layer.num_local_experts ? id : -1;
@@ -140,10 +151,10 @@ struct Run {
         memset(first_rows, 0, static_cast<size_t>(count + 1) * sizeof *first_rows);
         if (is_per_expert) {
             for (int64_t expert = 0; expert < count; ++expert) {
-                const int64_t limited = smaller(call.expert_num_rows[expert], call.num_tokens);
-                first_rows[expert + 1] = first_rows[expert] + (limited > 0 ? limited : 0);
+                const int64_t count_here = smaller(call.expert_num_rows[expert] - first, num_tokens);
+                first_rows[expert + 1] = first_rows[expert] + larger(count_here, 0);
                 for (int64_t row = first_rows[expert]; row < first_rows[expert + 1]; ++row) {
-                    routes[row] = expert * call.num_tokens + row - first_rows[expert];
+                    routes[row] = expert * call.num_tokens + first + row - first_rows[expert];
                 }
             }
         } else {
@@ -183,9 +194,9 @@ struct Run {
 
     void pack_input(int64_t place) {
         // Rows that are laid out per expert are packed in order, without those that do not count.
-        const int64_t from = is_per_expert ? routes[place] : place;
+        const int64_t from = is_per_expert ? routes[place] : first + place;
         const char* row = static_cast<const char*>(call.hidden_states) + from * hidden * item_bytes(layer.format);
-        const float factor = layer.scales_input && !is_per_expert ? call.topk_weights[place] : 1.0f;
+        const float factor = layer.scales_input && !is_per_expert ? call.topk_weights[from] : 1.0f;
         table.pack(layer.w13, row, layer.format, factor, packed + place * packed_bytes);
     }
 
@@ -239,9 +250,14 @@ struct Run {
         for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
             const int64_t count = smaller(kMaxRows, stop - row);
             for (int64_t m = 0; m < count; ++m) inputs[m] = packed_inner + (row + m) * packed_inner_bytes;
-            float* out = rows + row * hidden + begin;
-            table.product(layer.w2, expert, begin, begin + columns, inputs, count, out, hidden);
-            add_bias(layer.w2, expert, begin, columns, count, out, hidden);
+            float products[kMaxRows * kTileColumns];
+            float* out = is_per_expert ? products : rows + row * hidden + begin;
+            const int64_t stride = is_per_expert ? kTileColumns : hidden;
+            table.product(layer.w2, expert, begin, begin + columns, inputs, count, out, stride);
+            add_bias(layer.w2, expert, begin, columns, count, out, stride);
+            for (int64_t m = 0; is_per_expert && m < count; ++m) {
+                store(products + m * kTileColumns, routes[row + m] * hidden + begin, columns);
+            }
         }
     }
 
@@ -255,10 +271,10 @@ struct Run {
         for (int64_t k = 0; k < layer.top_k; ++k) {
             const int64_t route = token * layer.top_k + k, row = places[route];
             if (row < 0) continue;
-            const float weight = layer.scales_input ? 1.0f : call.topk_weights[route];
+            const float weight = layer.scales_input ? 1.0f : call.topk_weights[first * layer.top_k + route];
             table.add_scaled(sum, rows + row * hidden + begin, weight, columns);
         }
-        store(sum, token * hidden + begin, columns);
+        store(sum, (first + token) * hidden + begin, columns);
     }
 
     void store(const float* from, int64_t place, int64_t count) {
@@ -271,17 +287,14 @@ struct Run {
         const unsigned modes = _mm_getcsr();
         _mm_setcsr(modes & ~0x8040u);
 #endif
-        take(0, is_per_expert ? num_rows : call.num_tokens, [this](int64_t place) { pack_input(place); });
+        take(0, is_per_expert ? num_rows : num_tokens, [this](int64_t place) { pack_input(place); });
         wait();
         take(1, num_experts * tiles_of(intermediate, kTileGates), [this](int64_t place) { multiply_gates(place); });
         wait();
         take(2, num_experts * tiles_of(hidden, kTileColumns), [this](int64_t place) { multiply_down(place); });
-        wait();
-        if (is_per_expert) {
-            take(3, num_rows, [this](int64_t row) { store(rows + row * hidden, routes[row] * hidden, hidden); });
-        } else {
-            const int64_t count = call.num_tokens * tiles_of(hidden, kSumColumns);
-            take(3, count, [this](int64_t place) { add_routes(place); });
+        if (!is_per_expert) {
+            wait();
+            take(3, num_tokens * tiles_of(hidden, kSumColumns), [this](int64_t place) { add_routes(place); });
         }
 #ifdef MOEREG_CPU_X86
         _mm_setcsr(modes);
@@ -316,23 +329,27 @@ MOEREG_CPU_EXPORT int32_t moereg_cpu_table_runs(int32_t table) {
 
 MOEREG_CPU_EXPORT int64_t moereg_cpu_workspace_bytes(
     const moereg_cpu_layer* layer, int64_t num_tokens, int32_t is_per_expert, int32_t table) {
-    moereg_cpu_call call = {};
-    call.num_tokens = num_tokens;
+    const moereg_cpu_call call = {};
     const moereg_cpu_threads threads = {};
-    return Run(*layer, call, threads, *kTables[table], is_per_expert != 0).cut(nullptr);
+    const int64_t piece = tokens_of_piece(*layer, num_tokens, is_per_expert != 0);
+    return Run(*layer, call, threads, *kTables[table], 0, piece, is_per_expert != 0).cut(nullptr);
 }
 
 MOEREG_CPU_EXPORT int32_t moereg_cpu_run(
     const moereg_cpu_layer* layer, const moereg_cpu_call* call, const moereg_cpu_threads* threads, int32_t table) {
     const Table& chosen = *kTables[table];
     if (chosen.packed_block_bytes(layer->w13) == 0 || chosen.packed_block_bytes(layer->w2) == 0) return 1;
-    Run run(*layer, *call, *threads, chosen, call->expert_num_rows != nullptr);
-    run.cut(call->workspace);
-    run.sort();
-    if (threads->parallel != nullptr && threads->num_threads > 1) {
-        threads->parallel(Run::work_on, &run, static_cast<unsigned>(threads->num_threads), 0);
-    } else {
-        run.work();
+    const bool is_per_expert = call->expert_num_rows != nullptr;
+    const int64_t piece = tokens_of_piece(*layer, call->num_tokens, is_per_expert);
+    for (int64_t first = 0; first < call->num_tokens; first += piece) {
+        Run run(*layer, *call, *threads, chosen, first, smaller(piece, call->num_tokens - first), is_per_expert);
+        run.cut(call->workspace);
+        run.sort();
+        if (threads->parallel != nullptr && threads->num_threads > 1) {
+            threads->parallel(Run::work_on, &run, static_cast<unsigned>(threads->num_threads), 0);
+        } else {
+            run.work();
+        }
     }
     return 0;
 }

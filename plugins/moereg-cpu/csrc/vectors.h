@@ -53,7 +53,8 @@ MOEREG_INLINE bool has_byte(Bits a, int byte) {
     return _mm512_cmpeq_epi8_mask(a, _mm512_set1_epi8(static_cast<char>(byte))) != 0;
 }
 MOEREG_INLINE Bits look_up(const uint8_t* table, Bits places) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), places);
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), places);
 }
 // sum + a[2i] * b[2i] + a[2i+1] * b[2i+1], of 16-bit integers.
 MOEREG_INLINE Bits multiply_pairs(Bits sum, Bits a, Bits b) {
@@ -241,8 +242,10 @@ MOEREG_INLINE Bits multiply_pairs(Bits sum, Bits a, Bits b) {
     return sum + low + signed_right32<16>(a) * signed_right32<16>(b);
 }
 MOEREG_INLINE Bits multiply_bytes(Bits sum, Bits a, Bits b) {
-    const Shorts even = reinterpret_cast<Shorts>(a & 0x00ff00ff) * reinterpret_cast<Shorts>(signed_right16<8>(left16<8>(b)));
-    const Shorts odd = reinterpret_cast<Shorts>(right16<8>(a)) * reinterpret_cast<Shorts>(signed_right16<8>(b));
+    const Shorts b_even = reinterpret_cast<Shorts>(signed_right16<8>(left16<8>(b)));
+    const Shorts b_odd = reinterpret_cast<Shorts>(signed_right16<8>(b));
+    const Shorts even = reinterpret_cast<Shorts>(a & 0x00ff00ff) * b_even;
+    const Shorts odd = reinterpret_cast<Shorts>(right16<8>(a)) * b_odd;
     return reinterpret_cast<Bits>(reinterpret_cast<Shorts>(sum) + even + odd);
 }
 MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {

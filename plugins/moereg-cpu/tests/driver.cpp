@@ -90,7 +90,8 @@ Tensors fill(moereg_cpu_matrix& matrix, const Scheme& scheme, int64_t experts, i
             }
         } else {
             tensors.scale.resize(static_cast<size_t>(count));
-            for (auto& code : tensors.scale) code = static_cast<uint8_t>((scheme.scale_format == MOEREG_CPU_E8M0 ? 115 : 32) + (draw() >> 30));
+            const uint32_t least = scheme.scale_format == MOEREG_CPU_E8M0 ? 115 : 32;
+            for (auto& code : tensors.scale) code = static_cast<uint8_t>(least + (draw() >> 30));
         }
         if (scheme.has_zero_points) {
             tensors.zero_point.resize(static_cast<size_t>(experts * rows * ((groups + 1) / 2)));
@@ -132,7 +133,8 @@ void parallel(void (*function)(void*), void* data, unsigned num_threads, unsigne
     for (auto& thread : threads) thread.join();
 }
 
-Array<float> run(const moereg_cpu_layer& layer, int64_t tokens, int32_t table, int32_t num_threads, bool is_per_expert) {
+Array<float> run(
+    const moereg_cpu_layer& layer, int64_t tokens, int32_t table, int32_t num_threads, bool is_per_expert) {
     const int64_t hidden = layer.w2.rows, experts = layer.num_local_experts;
     const int64_t rows = is_per_expert ? experts * tokens : tokens;
     state = 7;

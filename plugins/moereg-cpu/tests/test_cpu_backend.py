@@ -211,6 +211,53 @@ def test_more_tokens_never_need_less_room(kind: Any) -> None:
     assert sizes == sorted(sizes)
 
 
+def test_long_calls_run_in_pieces() -> None:
+    problem = MoEProblem(num_experts=3, hidden_size=16384, intermediate_size=16, top_k=2)
+    experts = backend.CpuExperts(problem, PLATFORM)
+    sizes = [experts.workspace_shapes(problem, num_tokens)[1][0] for num_tokens in (400, 600, 100_000)]
+    assert sizes[0] < sizes[1] == sizes[2]
+    weights, inputs = make_weights(problem), make_inputs(problem, 600)
+    whole = run(problem, weights, inputs)
+    parts = [
+        run(problem, weights, ExpertInputs(*(each[place] for each in _tensors(inputs))))
+        for place in (slice(0, 300), slice(300, 600))
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def _tensors(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
+    return inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
+
+
+def test_long_batched_calls_run_in_pieces() -> None:
+    problem = MoEProblem(
+        num_experts=3, hidden_size=16384, intermediate_size=16, top_k=1, activation_format="batched", dtype="float32"
+    )
+    weights, most = make_weights(problem), 400
+    rows = torch.randn(3, most, 16384, generator=torch.Generator().manual_seed(0))
+    experts = backend.CpuBatchedExperts(problem, PLATFORM)
+    permuted = experts.permute_weights(weights, problem)
+
+    def outputs(hidden_states: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        shapes = experts.workspace_shapes(problem, hidden_states.shape[1])
+        nothing = torch.empty(0, dtype=torch.int32)
+        inputs = ExpertInputs(hidden_states, nothing, nothing, torch.tensor(counts, dtype=torch.int32))
+        out = torch.full_like(hidden_states, float("nan"))
+        experts.apply(out, inputs, permuted, *(torch.full(shape, float("nan")) for shape in shapes))
+        return out
+
+    assert experts.workspace_shapes(problem, most)[1] == experts.workspace_shapes(problem, 10 * most)[1]
+    whole = outputs(rows, [most, 0, 350])
+    first, second = (
+        outputs(rows[:, :200].contiguous(), [200, 0, 200]),
+        outputs(rows[:, 200:].contiguous(), [200, 0, 150]),
+    )
+    for expert, count in enumerate([most, 0, 350]):
+        expected = torch.cat((first[expert], second[expert]))[:count]
+        assert torch.equal(whole[expert, :count], expected)
+    assert not whole[0].isnan().any()
+
+
 def test_the_process_has_one_openmp_runtime() -> None:
     code = f"""
 import re, torch, test_cpu_backend as tests
