@@ -523,7 +523,7 @@ void multiply_rows(
                     __builtin_prefetch(block_weights[n] + ahead + line, 0, 2);
                 }
                 block_scales[n] = scales[n] + (block - first) * per_block;
-                block_zero_points[n] = zero_points[n] + (block - first) * per_block;
+                block_zero_points[n] = Z ? zero_points[n] + (block - first) * per_block : nullptr;
             }
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) block_inputs[m] = inputs[m] + block * packed_bytes<Format>();
