@@ -12,7 +12,7 @@ from benches.stored import RESULTS, outcome, read
 __all__ = ["TABLES"]
 
 _FILE: Final = RESULTS / "serving_h200.json"
-_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "vLLM's default"}
+_MODES: Final = {"eager": "eager", "graphs": "graphs of decode steps", "compiled": "graphs and compiler"}
 
 
 class _Pair(NamedTuple):
@@ -43,7 +43,7 @@ def _engine(run: dict[str, Any]) -> str:
     ranks = run.get("parallel", 1)
     if ranks == 1:
         return _MODES[run["mode"]]
-    return f"{_MODES[run['mode']]}, {ranks} GPUs, {'experts' if run['experts_parallel'] else 'tensor'} parallel"
+    return f"{_MODES[run['mode']]}, {ranks} GPUs, {'expert' if run['experts_parallel'] else 'tensor'} parallel"
 
 
 def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:

@@ -18,14 +18,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from benches.whole_model.models import MODELS
 
-_SETTINGS: Final = "MOEREG_SERVING"
-"""The environment variable that `serving_rank` reads."""
+SETTINGS: Final = "MOEREG_SERVING"
+"""The environment variable that `serving_rank` reads: `{"config", "shards", "zero_experts", "compare"}` in JSON, the
+model's config.json, the parts of experts' columns, whether experts give zeros, and whether to compare their calls."""
 
 _FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _INT4: Final = {
@@ -109,28 +110,34 @@ def parse_arrivals(text: str) -> tuple[float, int]:
     return float(rate), int(count)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options_of(doc: str | None, modes: Sequence[str], variable: str) -> argparse.ArgumentParser:
+    """The options of every engine: `modes`, its default one last, and the environment variable of moereg's plugin."""
+    assert doc is not None
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--model", choices=[name for name in MODELS if "mixtral" not in name], default="qwen3-30b-a3b")
-    parser.add_argument("--quant", choices=QUANT, default="bf16")
-    parser.add_argument("--mode", choices=MODES, default="compiled")
-    parser.add_argument("--plugin", choices=("off", "auto", "require"), default="off", help="MOEREG_VLLM")
-    parser.add_argument("--moe-backend", default="auto", help="vLLM's option")
+    parser.add_argument("--mode", choices=modes, default=modes[-1])
+    parser.add_argument("--plugin", choices=("off", "auto", "require"), default="off", help=variable)
     parser.add_argument("--workload", action="append", type=parse_workload, metavar="SxP+O", default=[])
-    parser.add_argument("--arrivals", action="append", type=parse_arrivals, metavar="RATExCOUNT", default=[])
-    parser.add_argument("--attention", help="vLLM's attention backend; its own choice without")
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--zero-experts", action="store_true", help="a control: the experts' output is zero")
     parser.add_argument("--compare", action="store_true", help="compare every eager call of experts with fp32")
-    parser.add_argument("--parallel", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--experts-parallel", action="store_true")
     parser.add_argument("--round", default="", help="a name for the run, such as the GPU that it ran on")
-    parser.add_argument("--wait-for", type=Path, help="import everything, then wait until this file exists")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", type=Path, help="write this file of the runs that follow, and measure nothing")
     parser.add_argument("runs", nargs="*", type=Path)
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = options_of(__doc__, MODES, "MOEREG_VLLM")
+    parser.add_argument("--quant", choices=QUANT, default="bf16")
+    parser.add_argument("--moe-backend", default="auto", help="vLLM's option")
+    parser.add_argument("--arrivals", action="append", type=parse_arrivals, metavar="RATExCOUNT", default=[])
+    parser.add_argument("--attention", help="vLLM's attention backend; its own choice without")
+    parser.add_argument("--parallel", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--experts-parallel", action="store_true")
+    parser.add_argument("--wait-for", type=Path, help="import everything, then wait until this file exists")
     return parser.parse_args()
 
 
@@ -175,10 +182,13 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
     )
 
 
-def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dict[str, Any]:
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Sends prompts to an engine, and returns so many new tokens of each, greedy."""
+
+
+def measure(generate: Generate, workload: tuple[int, int, int], vocabulary: int) -> dict[str, Any]:
     """One workload: the time to all first tokens, and to all tokens."""
     import torch
-    from vllm import SamplingParams
 
     count, length, output = workload
     is_large = count * length > _LARGE
@@ -186,10 +196,9 @@ def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dic
     prompts = torch.randint(0, vocabulary - 1024, (count, length), generator=generator).tolist()
 
     def run(num_tokens: int) -> tuple[float, list[list[int]]]:
-        wanted = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
-        answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
-        return time.perf_counter() - start, [list(answer.outputs[0].token_ids) for answer in answers]
+        answers = generate(prompts, num_tokens)
+        return time.perf_counter() - start, answers
 
     # Decoding compiles kernels of its own, which must not fall into the times.
     run(min(output, 4))
@@ -283,6 +292,57 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def head_of(options: argparse.Namespace, engine: str, version: str) -> dict[str, Any]:
+    """A stored run without its measurements."""
+    import torch
+
+    import moereg
+
+    wishes = {name: os.environ[name] for name in ("MOEREG_REQUIRE", "MOEREG_PREFER") if name in os.environ}
+    return {
+        "argv": [*(f"{name}={value}" for name, value in wishes.items()), *_argv()],
+        "round": options.round,
+        "model": options.model,
+        "quant": options.quant,
+        "mode": options.mode,
+        "plugin": options.plugin,
+        "wishes": wishes,
+        "versions": {engine: version, "torch": torch.__version__, "moereg": moereg.__version__},
+        "commit": os.environ.get("MOEREG_COMMIT", ""),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "rows": [],
+    }
+
+
+def measure_all(options: argparse.Namespace, result: dict[str, Any], generate: Generate, vocabulary: int) -> None:
+    """Measures each workload into `result["rows"]`, prints it, and stores what is known by then."""
+    print(json.dumps(result), flush=True)
+    for workload in options.workload:
+        row = measure(generate, workload, vocabulary)
+        result["rows"].append(row)
+        print(
+            f"{options.model} {options.quant} {options.mode} {options.plugin} {options.round} "
+            f"{row['sequences']}x{row['prompt']}+{row['output']}: first {1000 * row['first_s']:.1f} ms, "
+            f"step {row['step_ms']:.2f} ms, {row['output_per_s']:.0f} tokens/s, {row['hash']} {row['tokens']}",
+            flush=True,
+        )
+        if options.json:
+            options.json.write_text(json.dumps(result))
+
+
+def finish(options: argparse.Namespace, result: dict[str, Any], compared: Sequence[Any], seconds: float) -> None:
+    """Prints what each rank compared, stores the run, and says how long it took."""
+    if options.compare:
+        result["compared"] = compared
+        for rank, found in enumerate(compared):
+            calls, error, worst = (found[key] for key in ("calls", "error", "worst"))
+            print(f"rank {rank}: {calls} calls, worst error {error:.2e}, {worst:.2f} of its bound", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result))
+    print(f"all {seconds:.1f} s, of it start {result['start_s']:.1f} s", flush=True)
+
+
 def main() -> int:
     """Runs one engine, or merges runs."""
     options = arguments()
@@ -298,10 +358,8 @@ def main() -> int:
         "TRANSFORMERS_OFFLINE": "1",
     }
     start = time.perf_counter()
-    import torch
     import vllm
-
-    import moereg
+    from vllm import SamplingParams
 
     imported = time.perf_counter()
     print("imported", flush=True)
@@ -309,7 +367,7 @@ def main() -> int:
         time.sleep(0.05)
     waited = time.perf_counter()
     config = config_of(options.model, options.quant, options.layers)
-    os.environ[_SETTINGS] = json.dumps(
+    os.environ[SETTINGS] = json.dumps(
         {
             "config": config,
             "shards": 1 if options.experts_parallel else options.parallel,
@@ -318,54 +376,29 @@ def main() -> int:
         }
     )
     engine = build(options, config)
-    wishes = {name: os.environ[name] for name in ("MOEREG_REQUIRE", "MOEREG_PREFER") if name in os.environ}
-    result: dict[str, Any] = {
-        "argv": [*(f"{name}={value}" for name, value in wishes.items()), *_argv()],
-        "round": options.round,
-        "model": options.model,
-        "quant": options.quant,
-        "mode": options.mode,
-        "plugin": options.plugin,
+    result = head_of(options, "vllm", vllm.__version__) | {
         "moe_backend": options.moe_backend,
-        "wishes": wishes,
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "moereg": moereg.__version__},
-        "commit": os.environ.get("MOEREG_COMMIT", ""),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "import_s": imported - start,
         "start_s": time.perf_counter() - waited,
         "parallel": options.parallel,
         "experts_parallel": options.experts_parallel,
         "attention": options.attention,
         "experts": engine.collective_rpc("bench_served")[0],
-        "rows": [],
         "arrivals": [],
     }
-    print(json.dumps(result), flush=True)
-    for workload in options.workload:
-        row = measure(engine, workload, config["vocab_size"])
-        result["rows"].append(row)
-        print(
-            f"{options.model} {options.quant} {options.mode} {options.plugin} {options.round} "
-            f"{row['sequences']}x{row['prompt']}+{row['output']}: first {1000 * row['first_s']:.1f} ms, "
-            f"step {row['step_ms']:.2f} ms, {row['output_per_s']:.0f} tokens/s, {row['hash']} {row['tokens']}",
-            flush=True,
-        )
-        if options.json:
-            options.json.write_text(json.dumps(result))
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        wanted = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    measure_all(options, result, generate, config["vocab_size"])
     for arrivals in options.arrivals:
         arrive(engine, (arrivals[0], 16), config["vocab_size"])  # What a first batch compiles falls into no time.
         row = arrive(engine, arrivals, config["vocab_size"])
         result["arrivals"].append(row)
         print(f"{options.model} {options.quant} {options.plugin} {options.round} {json.dumps(row)}", flush=True)
-    if options.compare:
-        result["compared"] = engine.collective_rpc("bench_compared")
-        for rank, found in enumerate(result["compared"]):
-            calls, error, worst = (found[key] for key in ("calls", "error", "worst"))
-            print(f"rank {rank}: {calls} calls, worst error {error:.2e}, {worst:.2f} of its bound", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result))
-    print(f"all {time.perf_counter() - waited:.1f} s, of it start {result['start_s']:.1f} s", flush=True)
+    finish(options, result, engine.collective_rpc("bench_compared"), time.perf_counter() - waited)
     return 0
 
 

@@ -53,6 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = (list(range(5, 25)), [400, 3, 77, 210, 9, 121, 330])
 NUM_TOKENS = 16
+PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+"""Variables of a process that runs engines, set before it imports vLLM."""
 RUN = "=== run "
 HOOK = "vllm_moereg.hook"
 CACHE_BYTES = 1 << 24
@@ -165,11 +173,12 @@ def run(
     sizes = dict(max_num_seqs=4, kv_cache_memory_bytes=CACHE_BYTES)
     try:
         llm = LLM(str(path), dtype=dtype, seed=0, **defaults | sizes | settings)
+        watch.calls.clear()
+        tokens = greedy(llm, PROMPTS)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
-    watch.calls.clear()
-    result: dict[str, Any] = {"tokens": greedy(llm, PROMPTS), "calls": len(watch.calls), "hooked": HOOK in sys.modules}
+    result: dict[str, Any] = {"tokens": tokens, "calls": len(watch.calls), "hooked": HOOK in sys.modules}
     result["experts"] = sorted({type(kernel.experts).__name__ for kernel, *_ in watch.calls})
     if compare:
         result["errors"] = watch.largest_errors(path, dtype, kernels(llm))
@@ -262,6 +271,22 @@ def pretend_amx() -> None:
         getattr(cpu_moe, name)._supports_current_device = staticmethod(lambda: True)
 
 
+def route_on_a_cpu() -> None:
+    """Lets vLLM before 0.30 route outside its own experts, where moereg would decline, by softmax."""
+    import torch
+    from vllm import _custom_ops
+    from vllm_moereg import hook
+
+    def topk_softmax(topk_weights: Any, topk_ids: Any, _: Any, logits: Any, renormalize: bool, **__: Any) -> None:
+        weights, ids = torch.topk(logits.float().softmax(-1), topk_ids.shape[1])
+        topk_weights.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+        topk_ids.copy_(ids)
+
+    if not hook._can_route(torch.device("cpu")):
+        hook._can_route = lambda device: True  # type: ignore[assignment]
+        _custom_ops.topk_softmax = topk_softmax
+
+
 def main(job: Path) -> None:
     """Runs a job, a list of runs, and writes JOB.out.json."""
     import torch
@@ -271,6 +296,8 @@ def main(job: Path) -> None:
     registry._run_in_subprocess = lambda look: look()
     if not torch.cuda.is_available():
         pretend_amx()
+        if os.environ.get("MOEREG_VLLM") != "off":
+            route_on_a_cpu()
     # It also collects the whole heap eight times per engine, which takes as long as all else that an engine does. With
     # older objects frozen, it looks at those of the engine alone.
     freeze, gc.freeze, gc.unfreeze = gc.freeze, lambda: None, lambda: None

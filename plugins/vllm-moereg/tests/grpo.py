@@ -23,7 +23,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import MODELS, NUM_TOKENS, PROMPTS, Watch, close, greedy, write_checkpoint
+from engines import (
+    CACHE_BYTES,
+    MODELS,
+    NUM_TOKENS,
+    PROCESS,
+    PROMPTS,
+    Watch,
+    close,
+    greedy,
+    route_on_a_cpu,
+    write_checkpoint,
+)
 
 # Wide enough for vLLM's attention on a GPU.
 MODELS["grpo"] = MODELS["qwen3"] | {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256}
@@ -31,14 +42,9 @@ NUM_UPDATES = 3
 BATCH = 4
 MIXED = "mixed"
 """The folder of the last weights with experts from before the last update."""
-ENVIRONMENT = {
+ENVIRONMENT = PROCESS | {
     "MOEREG_VLLM": "require",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    # One host, whose other networks may lead nowhere, and whose NVLink multicast may be others' too.
+    # One host needs no other network and no multicast.
     "VLLM_HOST_IP": "127.0.0.1",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -63,9 +69,10 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of every engine, for most of which TRL has no options."""
     found: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": BATCH, "max_num_batched_tokens": 4096}
     if not options.cuda:
-        return found | {"dtype": "float32", "enforce_eager": True}
+        # A share of the machine's memory, which is the default, may not be free.
+        return found | {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES}
     found |= {"dtype": "bfloat16", "enforce_eager": options.eager, "gpu_memory_utilization": 0.1}
-    # Without the compiler, which takes half a minute of each engine. vLLM's own attention may be missing.
+    # Without the compiler, which takes half a minute of each engine; Triton's attention has no sizes that it refuses.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
     return found | {"attention_backend": "TRITON_ATTN", "compilation_config": {} if options.eager else graphs}
 
@@ -314,6 +321,7 @@ def main() -> int:
     registry._run_in_subprocess = lambda look: look()
     if not options.cuda:
         leave_linear_layers_unpacked()
+        route_on_a_cpu()
     if options.new:
         new_engines(options)
         return 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODELS, NUM_TOKENS, RUN
+from engines import MODELS, NUM_TOKENS, PROCESS, RUN
 
 from tests.plugins.installing import ROOT, Site
 
@@ -29,13 +29,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="requires vllm, which is not installed"),
 ]
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
+ENVIRONMENT = PROCESS | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_COLOR": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "400",
 }
@@ -137,13 +133,23 @@ def own_tokens(engines: Engines, model: str = "qwen3") -> list[list[int]]:
     """Tokens of vLLM without moereg."""
     found: Mapping[str, Any] = engines("off", list(MODELS).index(model))
     if "error" in found:
-        pytest.skip(f"vLLM's own engine does not start on this machine: {found['error']}")
+        pytest.skip(f"vLLM's own engine does not run {model} here: {found['error']}")
     assert not found["hooked"]
     assert "moereg" not in found["log"].partition("\n")[2].partition("RESULT")[0]
     tokens: list[list[int]] = found["tokens"]
     assert [len(each) for each in tokens] == [NUM_TOKENS] * 2
     assert all(len(set(each)) > NUM_TOKENS // 2 for each in tokens), "a short cycle tells little"
     return tokens
+
+
+def ran(engines: Engines, index: int, model: str = "qwen3") -> dict[str, Any]:
+    """A run of the job `bounds`, unless vLLM's own engine fails in the same way."""
+    own_tokens(engines)
+    found = engines("bounds", index)
+    if "error" in found and found["error"] == engines("off", list(MODELS).index(model)).get("error"):
+        pytest.skip(f"vLLM's own engine does not run {model} here: {found['error']}")
+    assert "error" not in found, found["error"]
+    return found
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -156,9 +162,7 @@ def test_tokens_are_vllms_own(engines: Engines, model: str) -> None:
 
 @pytest.mark.parametrize("index", range(len(BOUNDS)), ids=[*MODELS, *QUANTS])
 def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
-    own_tokens(engines)
-    found = engines("bounds", index)
-    assert "error" not in found, found["error"]
+    found = ran(engines, index, BOUNDS[index].get("model", "qwen3"))
     assert found["calls"] == NUM_TOKENS * len(found["errors"])
     assert found["errors"]
     assert max(found["errors"].values()) < 1, found["errors"]
@@ -168,9 +172,8 @@ def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
 @pytest.mark.parametrize("index", range(4), ids=["qwen3", "deepseek", *RELOADED])
 def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines: Engines, index: int) -> None:
     """As in reinforcement learning, after each update."""
-    own_tokens(engines)
-    new, running = (engines("bounds", len(BOUNDS) + 2 * index + place) for place in range(2))
-    assert "error" not in running, running["error"]
+    model = RELOADS[2 * index].get("model", "qwen3")
+    new, running = (ran(engines, len(BOUNDS) + 2 * index + place, model) for place in range(2))
     assert running["reloaded"] == new["tokens"]
     assert all(one != other for one, other in zip(running["tokens"], new["tokens"], strict=True))
     assert running["calls"], "vLLM alone would pass"
@@ -178,9 +181,7 @@ def test_weights_that_change_while_serving_give_what_a_new_engine_gives(engines:
 
 def test_single_weights_do_not_load_where_they_are_repacked(engines: Engines) -> None:
     """As TRL loads them in an engine of its own."""
-    own_tokens(engines)
-    found = engines("reloaded", 2 * (2 + RELOADED.index("int4_w4a16_g64")) + 1)
-    assert "error" not in found, found["error"]
+    found = ran(engines, len(BOUNDS) + 2 * (2 + RELOADED.index("int4_w4a16_g64")) + 1)
     *quantized, dense = found["single_loads"]
     assert len(quantized) == 3 * 8
     assert all("HostError: moereg cannot load single weights" in each for each in quantized), quantized
@@ -209,6 +210,8 @@ def test_compiled_code_runs_the_kernels(engines: Engines) -> None:
 
 def test_expert_parallel_ranks(engines: Engines) -> None:
     expected, found = own_tokens(engines), engines("ranks")
+    if "to vLLM: requires vLLM 0.30 or newer on a CPU" in found["log"]:
+        pytest.skip("before 0.30 moereg declines in a CPU engine's workers, where vLLM's kernel runs no such ranks")
     assert found["tokens"] == expected
     said = [line for line in found["log"].splitlines() if SENTENCE in line]
     assert len(said) == 2, found["log"]

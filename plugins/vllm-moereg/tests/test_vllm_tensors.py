@@ -41,7 +41,7 @@ def by_words(name: str, **config: Any) -> Any:
 
 blocks = functools.partial(method_of, block_quant=True, weight_block_size=[128, 128])
 modelopt_nvfp4 = functools.partial(method_of, "ModelOptNvFp4FusedMoE", use_global_sf=False)
-ct_nvfp4 = functools.partial(method_of, "CompressedTensorsW4A4Nvfp4MoEMethod")
+ct_nvfp4 = functools.partial(method_of, "CompressedTensorsW4A4Nvfp4MoEMethod", use_a16=False)
 gptq = by_words(
     "AutoGPTQMoEMethod", quant_type=SimpleNamespace(size_bits=4), is_sym=True, desc_act=False, group_size=64
 )

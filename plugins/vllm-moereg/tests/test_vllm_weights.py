@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
+import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+import vllm_moereg
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,8 +51,10 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.model_executor.models import gpt_oss as gpt_oss_models
 from vllm_moereg import hook
+
+GptOssRoutedExperts: Final = getattr(gpt_oss_models, "GptOssRoutedExperts", None)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")]
 
@@ -213,6 +218,8 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
         settings = config.get("quantization_config", {})
         kind, settings = row.config or (NAMES.get(row.method, settings.get("quant_method")), settings)
         is_gpt_oss = config["model_type"] == "gpt_oss"
+        if is_gpt_oss and GptOssRoutedExperts is None:
+            pytest.skip("before vLLM 0.29 the model, not the layer, loads gpt-oss's experts")
         engine = VllmConfig()
         engine.parallel_config.enable_expert_parallel = ep > 1
         with set_current_vllm_config(engine):
@@ -229,6 +236,8 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
                 routed_experts_cls=GptOssRoutedExperts if is_gpt_oss else RoutedExperts,
             ).routed_experts
         assert type(layer.quant_method).__name__ == row.method
+        if row.method == "CompressedTensorsW4A4Nvfp4MoEMethod" and not hasattr(layer.quant_method, "use_a16"):
+            pytest.skip("before vLLM 0.29 this method does not say its scheme, and moereg declines it")
         engine.model_config = SimpleNamespace(enforce_eager=True)
         if num_experts is None:
             load(layer, folder, row.suffix)
@@ -245,7 +254,7 @@ def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
         # Nothing of vLLM reads the columns' order, which is the usual one here.
         names = [name for name in tensors if EXPERTS in name and not name.endswith("g_idx")]
         held |= {name.removeprefix(f"{EXPERTS}."): tensors[name] for name in names}
-    if not isinstance(layer, GptOssRoutedExperts):
+    if type(layer) is not GptOssRoutedExperts:
         named = ((name + suffix if name.endswith("scale") else name, tensor) for name, tensor in held.items())
         assert list(layer.load_weights(named))
         return
@@ -279,9 +288,10 @@ def same(found: ExpertWeights, whole: ExpertWeights, experts: torch.Tensor) -> N
         assert torch.equal(*bits), name
 
 
-def serve(made: Made) -> Any:
-    """The layer's method, after the hook."""
-    with set_current_vllm_config(made.engine):
+def serve(made: Made, can_route: bool = True) -> Any:
+    """The layer's method, after the hook; nothing here routes."""
+    with pytest.MonkeyPatch.context() as patched, set_current_vllm_config(made.engine):
+        patched.setattr(hook, "_can_route", lambda device: can_route)
         hook._serve(made.layer, EXPERTS, made.layer.quant_method, made.layer.moe_config)
     return made.layer.quant_method
 
@@ -297,6 +307,19 @@ def test_a_layer_whose_sizes_vllm_rounds_up_is_left_to_it(
     assert hook.served_by(serve(made)) is not None
 
 
+def test_a_layer_whose_router_needs_a_gpu_is_left_to_vllm(
+    make: Callable[..., Made], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(ROWS["unquantized"])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    assert hook.served_by(serve(made, can_route=False)) is None
+    assert "requires vLLM 0.30 or newer on a CPU" in caplog.text
+    has_router = importlib.util.find_spec(hook._CPU_ROUTER) is not None
+    assert has_router == (vllm_moereg._version() >= Version("0.30"))
+    assert hook._can_route(torch.device("cpu")) == has_router
+    assert hook._can_route(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_a_served_method_answers_vllm(name: str, make: Callable[..., Made]) -> None:
     made = make(ROWS[name])
@@ -307,6 +330,7 @@ def test_a_served_method_answers_vllm(name: str, make: Callable[..., Made]) -> N
     assert not method.supports_pre_processed_weights
 
 
+@pytest.mark.skipif(not hook._can_route(torch.device("cpu")), reason="before 0.30 vLLM's modular kernel needs a GPU")
 def test_vllms_modular_kernel_runs_the_kernel_too(make: Callable[..., Made]) -> None:
     made = make(ROWS["unquantized"])
     hidden_states = torch.randn(9, made.layer.hidden_size, generator=torch.Generator().manual_seed(8)).bfloat16()
@@ -352,14 +376,15 @@ def test_what_vllm_loads_again_reaches_the_kernel_where_it_is(name: str, ranks: 
     assert not {key: each.shape for key, each in live_tensors().items() if key not in before.keys() | known}
     held = [each for each in kernel.weights.flat() if each.layout == torch.strided]
     places = [each.data_ptr() for each in held]
-    for each in held:
-        each.view(torch.uint8).zero_()
-    assert not torch.equal(method.apply(*call), expected)
-    with set_current_vllm_config(made.engine):
-        initialize_layerwise_reload(layer)
-        load(layer, made.folder, ROWS[name].suffix)
-        finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
-    assert torch.equal(method.apply(*call), expected)
+    for _ in range(2):
+        for each in held:
+            each.view(torch.uint8).zero_()
+        assert not torch.equal(method.apply(*call), expected)
+        with set_current_vllm_config(made.engine):
+            initialize_layerwise_reload(layer)
+            load(layer, made.folder, ROWS[name].suffix)
+            finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
+        assert torch.equal(method.apply(*call), expected)
     assert [each.data_ptr() for each in kernel.weights.flat() if each.layout == torch.strided] == places
 
 
@@ -380,6 +405,16 @@ def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made
         assert not method.apply(made.layer, hidden_states, *routing, None, None).any()
         load(made.layer, made.folder, "")
         assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
+
+
+def test_a_single_bias_is_refused_where_rows_were_copied(make: Callable[..., Made]) -> None:
+    made = make(ROWS["gpt_oss"])
+    layer, method = made.layer, serve(made)
+    with set_current_vllm_config(made.engine):
+        method.process_weights_after_loading(layer)
+    assert not layer.w13_bias.numel()
+    with pytest.raises(HostError, match=r"cannot load single weights of .* reload_weights"):
+        layer.w13_bias.weight_loader(layer.w13_bias, torch.zeros(2), "w13_bias", "gpt_oss_w13", 0, True)
 
 
 def test_every_reader_is_tested() -> None:
@@ -485,6 +520,8 @@ def test_gate_and_up_have_global_scales_of_their_own(name: str, make: Callable[.
 def test_int4_with_columns_first(fields: dict[str, Any], make: Callable[..., Made]) -> None:
     made = make(ROWS["ct_int4_zp"])
     method, layer = made.layer.quant_method, made.layer
+    if hasattr(method, "is_transposed"):
+        pytest.skip("before vLLM 0.31 every other test of int4 has columns first")
     old = type(method.__class__.__name__, (), {})()
     vars(old).update({key: getattr(method, key) for key in ("num_bits", "group_size", "weight_quant")}, **fields)
     form, problem = read_form(old), made.described.problem
@@ -497,7 +534,12 @@ def test_int4_with_columns_first(fields: dict[str, Any], make: Callable[..., Mad
 
 
 def test_blocks_that_tensor_parallelism_refined_are_declined(make: Callable[..., Made]) -> None:
-    made = make(ROWS["fp8_block"], tp=8, num_experts=3)
+    try:
+        made = make(ROWS["fp8_block"], tp=8, num_experts=3)
+    except ValueError as error:
+        if "not divisible by weight quantization block" not in str(error):
+            raise
+        pytest.skip("this vLLM refines no blocks, and makes no such layer")
     with pytest.raises(Declined, match=r"blocks of 128 x 128, got \[128, 128\] refined"):
         read_form(made.layer.quant_method)
 

@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from moereg import MoEKernel, Selection, explain_backends, make_kernel
 from moereg.platforms import platform_of
+from moereg.runtime.workspace import WORKSPACES
 from sglang_moereg.problem import Described, describe, take_weights
 
 __all__ = ["install"]
@@ -27,6 +28,8 @@ __all__ = ["install"]
 logger: Final = logging.getLogger("sglang.moereg")
 
 _SAID: Final[set[str]] = set()
+_WARMED: Final[set[str]] = set()
+"""Fingerprints of choices whose kernels were compiled ahead."""
 
 
 def install() -> None:
@@ -116,6 +119,15 @@ def _process_weights(method: Any, layer: Any) -> None:
 
     for parameter in layer.parameters(recurse=False):
         parameter.weight_loader = refuse
+    # Here, so that no request waits for a compiler.
+    key = served.selection.fingerprint
+    if served.kernel.weights.device.type == "cuda" and key not in _WARMED:
+        _WARMED.add(key)
+        try:
+            logger.info("moereg: %s", served.kernel.warm_up())
+        except (ValueError, RuntimeError) as error:
+            logger.warning("moereg: kernels compile when they are first called, since they did not ahead: %s", error)
+        WORKSPACES.release()  # SGLang's calls run on other streams, which have scratch memory of their own.
 
 
 def _apply(method: Any, layer: Any, dispatch_output: Any) -> StandardCombineInput:

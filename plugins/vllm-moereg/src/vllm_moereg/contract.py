@@ -14,7 +14,7 @@ from typing import Final
 __all__ = ["CONTRACT", "FIRST", "PAST_LAST", "TENSORS", "Need", "violations"]
 
 FIRST: Final = "0.26"
-PAST_LAST: Final = "0.33"
+PAST_LAST: Final = "0.34"
 """Versions in [FIRST, PAST_LAST) are served."""
 
 _MOE: Final = "model_executor/layers/fused_moe/"
@@ -123,7 +123,8 @@ CONTRACT: Final = (
     Need("config/offload.py", "OffloadConfig", ("uva", "prefetch")),
     Need("config/offload.py", "UVAOffloadConfig", ("cpu_offload_gb",)),
     Need("config/offload.py", "PrefetchOffloadConfig", ("offload_group_size",)),
-    Need("config/vllm.py", "VllmConfig", ("offload_config", "additional_config", "device_config")),
+    Need("config/vllm.py", "VllmConfig", ("offload_config", "additional_config", "device_config", "load_config")),
+    Need("config/load.py", "LoadConfig", ("load_format",)),
     Need(
         _MOE + "config.py",
         "FusedMoEParallelConfig",

@@ -8,6 +8,7 @@ of the parameters when they are loaded, and calls the kernel.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 from typing import Any, Final, NoReturn
@@ -31,6 +32,8 @@ __all__ = ["install", "served_by"]
 
 logger: Final = logging.getLogger("vllm.moereg")
 
+# Before 0.30 vLLM's routers call operators that its builds for CPUs lack: its own experts route there.
+_CPU_ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 _SAID: Final[set[str]] = set()
 _WARMED: Final[set[str]] = set()
 
@@ -91,8 +94,10 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
     rounded = FusedMoEMethodBase.maybe_roundup_sizes(method, *sizes, config.in_dtype, config.moe_parallel_config)
     if isinstance(described, Described) and rounded != sizes:
         described = [f"requires sizes that vLLM does not round up for its token dispatcher, got {sizes} and {rounded}"]
+    device = torch.device(engine.device_config.device_type)
+    if isinstance(described, Described) and not _can_route(device):
+        described = ["requires vLLM 0.30 or newer on a CPU, since older ones route there in their own experts only"]
     if isinstance(described, Described):
-        device = torch.device(engine.device_config.device_type)
         selection = explain_backends(
             described.problem, platform_of(device), settings.require, settings.prefer, settings.deny
         )
@@ -111,6 +116,10 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
     if f"{kind}: {reasons}" not in _SAID:
         _SAID.add(f"{kind}: {reasons}")
         logger.warning("%s", text)
+
+
+def _can_route(device: torch.device) -> bool:
+    return device.type != "cpu" or importlib.util.find_spec(_CPU_ROUTER) is not None
 
 
 def _say_choice(name: str, selection: Selection) -> None:
@@ -236,7 +245,7 @@ def _refuse_single_loads(served: Served, layer: Any) -> None:
     def ignore(*_: Any, **__: Any) -> bool:
         return True
 
-    suffixes = {where.suffix for where in served.described.form.tensors.values()}
+    suffixes = {"_bias", *(where.suffix for where in served.described.form.tensors.values())}
     for key, parameter in layer._parameters.items():
         if parameter is not None and parameter.numel() == 0:
             # vLLM goes on loading what says nothing, such as a shape for each expert, after it has processed a layer.

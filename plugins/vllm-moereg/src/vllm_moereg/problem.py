@@ -71,7 +71,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
     Returns:
         The layer, or all reasons why moereg leaves it to vLLM.
     """
-    reasons = list(_refusals(config, engine))
+    reasons = list(_refusals(layer, config, engine))
     form, activation = None, None
     try:
         form = read_form(method)
@@ -139,7 +139,7 @@ def _captures(engine: Any) -> bool:
     return engine.device_config.device_type == "cuda" and not engine.model_config.enforce_eager
 
 
-def _refusals(config: Any, engine: Any) -> Iterator[str]:
+def _refusals(layer: Any, config: Any, engine: Any) -> Iterator[str]:
     """Reasons to leave a layer to vLLM whatever its weights are."""
     parallel = config.moe_parallel_config
     if config.is_lora_enabled:
@@ -156,6 +156,11 @@ def _refusals(config: Any, engine: Any) -> Iterator[str]:
         yield f"requires --all2all-backend {_DISPATCHER}, got {parallel.all2all_backend}"
     if config.aiter_fmoe_shared_expert_enabled:
         yield "requires shared experts apart from the others, got AITER's fused ones"
+    if type(layer).__name__ == "SubstitutedRoutedExperts":
+        # vLLM 0.33 makes their routes ones to expert 0 with weight 0, so that a token may name it several times.
+        yield "requires distinct experts within a token, got MoNE's constant ones"
+    if engine.load_config.load_format == "ipc_cache":
+        yield "requires weights that this process loads, got --load-format ipc_cache"
     offload = engine.offload_config
     if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
         yield "requires weights on the device, got --cpu-offload-gb or --offload-group-size"

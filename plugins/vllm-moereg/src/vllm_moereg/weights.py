@@ -140,7 +140,7 @@ def give_back(layer: Layer, places: Places, kernel: MoEKernel) -> dict[str, torc
     read = {one.untyped_storage()._cdata: one for one in shared if not one.storage_offset()}
     for name, (memory, shape, dtype) in places.items():
         tensor = read.get(memory.cdata)
-        if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype):
+        if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.is_contiguous():
             _parameter(layer, name).data = found[name] = tensor
     return found
 
@@ -300,7 +300,9 @@ def _compressed_nvfp4(method: Any) -> Form:
         "scale": Stored("_weight_scale"),
         "scale_2": Stored("_weight_global_scale", _inverse(_halves)),
     }
-    use_a16 = getattr(method, "use_a16", False)
+    use_a16 = getattr(method, "use_a16", None)
+    if use_a16 is None:
+        raise Declined("requires a method that says whether activations are nvfp4 too, as vLLM's does from 0.29 on")
     if not use_a16:
         tensors["activation_scale"] = Stored("_input_global_scale", _inverse(_of_expert))
     return Form("nvfp4_w4a16" if use_a16 else "nvfp4", tensors)
