@@ -102,10 +102,10 @@ build-cpu: $(CPU)/.stamp
 
 # The kit too, and the sanitizers, which run on a plain C++ program.
 test-cpu: $(VENV)/.test-stamp $(CPU)/.stamp $(CPU)/.sanitized-stamp
-	$(TEST_CPU) tests/plugins/test_cpu_wheel.py
+	$(TEST_CPU) tests/plugins/test_cpu_wheel.py tests/benches/test_cpu_kernels.py -m 'not peers'
 	$(ON_CPU_PATH) OMP_NUM_THREADS=1 $(BIN)/moereg verify cpu
 
-test-peers: $(VENV)/.peers-stamp
+test-peers: $(VENV)/.peers-stamp .cpu-peers/.stamp
 	$(IN_PARALLEL) -m 'peers and not gpu' $(PYTEST_ARGS)
 
 # Engines run two at a time in processes of their own.
@@ -157,7 +157,7 @@ build: $(VENV)/.test-stamp
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG) .ranges .reach dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG) .cpu-peers .ranges .reach dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 
 # --- the environment: installed again when a file that a stamp was made from is newer than the stamp ---
 
@@ -186,6 +186,12 @@ $(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
 	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes'
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test,peers]'
 	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
+
+.cpu-peers/.stamp: benches/cpu_peers.txt | $(VENV)/.venv-stamp
+	@echo '== installing kernels for CPUs to compare with into .cpu-peers (0.8 GB): half a minute'
+	@rm -rf .cpu-peers
+	@$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --no-compile --target .cpu-peers -r benches/cpu_peers.txt
+	@touch $@
 
 CXX_IS_THERE = @command -v $${CXX:-c++} >/dev/null || { \
 	echo "plugins/moereg-cpu needs a C++17 compiler, found no $${CXX:-c++} (on Debian: apt install g++)" >&2; exit 1; }

@@ -69,7 +69,7 @@ def test_without_its_library_it_says_so_and_torch_runs(tmp_path: Path) -> None:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.4\nName: moereg-cpu\nVersion: 0.1.0\n")
     (about / "entry_points.txt").write_text("[moereg.backends]\ncpu = moereg_cpu.backend\n")
-    explained, info = ask(Site(tmp_path), [LAYER.split(), "info --json".split()])
+    explained, info = ask(Site(tmp_path), [LAYER.split(), ["info", "--json"]])
     assert explained.json["selected"] == "torch"
     texts = [[r["text"] for r in each["reasons"]] for each in explained.json["decisions"] if each["backend"] == "cpu"]
     assert texts
