@@ -49,14 +49,14 @@ def _where(name: str, document: Document) -> str:
 def summary_table() -> str:
     """For each file and dtype, rows won, tied and lost, and how far ahead of the best peer."""
     rows = []
-    for document in _documents().values():
+    for name, document in _documents().items():
         for dtype in dict.fromkeys(row["dtype"] for row in document["rows"]):
             ratios = [row["ratio"] for row in document["rows"] if row["dtype"] == dtype]
             mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
             outcomes = counted([outcome(ratio) for ratio in ratios])
-            rows.append([_machine(document), dtype, outcomes, f"{mean:.2f}", f"{min(ratios):.2f}"])
+            rows.append([f"`{name}`", dtype, outcomes, f"{mean:.2f}", f"{min(ratios):.2f}"])
     where = "\n".join(f"- {_where(*item)}" for item in _documents().items())
-    return f"{table(['machine', 'dtype', 'rows', 'ratio, mean', 'worst'], rows)}\n\n{where}"
+    return f"{table(['file', 'dtype', 'rows', 'ratio, mean', 'worst'], rows)}\n\n{where}"
 
 
 def losses_table() -> str:
