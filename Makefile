@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-aot test-machines test-finetune test-peers test-vllm test-sglang test-ranges fuzz mutants reach lint format bench build clean
+.PHONY: help demo test test-all test-aot test-machines test-finetune build-cpu test-cpu test-peers test-vllm test-sglang test-ranges fuzz mutants reach lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,6 +22,15 @@ PYTEST_ARGS ?=
 RANGES_ARGS ?=
 # Tests that need neither a GPU nor a library of another extra, but for those that compile for a quarter of an hour.
 EVERYWHERE := not gpu and not peers and not finetune and not aot
+# Kernels in C++, in a folder of their own that goes on the path: the tests of .venv run without plugins. `CPU_IS_BUILT=` on
+# the command line leaves them out.
+CPU := build/moereg-cpu
+CPU_SOURCES := $(wildcard $(addprefix plugins/moereg-cpu/,CMakeLists.txt pyproject.toml csrc/* src/moereg_cpu/*.py))
+CPU_IS_BUILT := $(wildcard $(CPU)/.stamp)
+ON_CPU_PATH := PYTHONPATH=$(CURDIR)/$(CPU)/site$${PYTHONPATH:+:$$PYTHONPATH}
+WITH_CPU = $(if $(CPU_IS_BUILT),$(ON_CPU_PATH))
+SAY_CPU = $(if $(CPU_IS_BUILT),,@echo '== without the C++ kernels for CPUs: `make build-cpu` compiles them (a minute; needs a C++ compiler)')
+TEST_CPU = $(ON_CPU_PATH) $(IN_PARALLEL) -p no:cacheprovider plugins/moereg-cpu/tests $(PYTEST_ARGS)
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -32,6 +41,8 @@ help:
 	@echo 'make test-aot    compiles every kernel ahead of time for every architecture: some 10 minutes, after changes to kernels'
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-finetune  installs PEFT and TRL (0.3 GB more) and fine-tunes with them'
+	@echo 'make build-cpu   compiles the C++ kernels for CPUs, plugins/moereg-cpu: a minute; make demo and make test use them then'
+	@echo 'make test-cpu    compiles and tests them: the kit, sanitizers, the wheel'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
 	@echo 'make test-vllm   installs a CPU build of vLLM into .venv-vllm and runs engines whose MoE layers moereg serves'
 	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2.8 GB) and runs its engine there'
@@ -46,11 +57,14 @@ demo: $(VENV)/.core-stamp
 	@echo '== which backend a layer of Qwen3-30B-A3B would get on an H100, and why'
 	$(BIN)/moereg explain --model qwen3-30b-a3b --platform cuda:sm90
 	@echo '== the same layer on this machine: 128 experts, 1.2 GB of weights, 64 tokens'
-	$(BIN)/moereg run --model qwen3-30b-a3b --tokens 64
+	$(WITH_CPU) $(BIN)/moereg run --model qwen3-30b-a3b --tokens 64
+	$(SAY_CPU)
 	@echo '== the command is $(BIN)/moereg; after `source $(BIN)/activate` it is moereg'
 
 test: $(VENV)/.test-stamp
 	$(IN_PARALLEL) -m 'not slow and $(EVERYWHERE)' $(PYTEST_ARGS)
+	$(if $(CPU_IS_BUILT),$(TEST_CPU) || [ $$? -eq 5 ])
+	$(SAY_CPU)
 
 # The remainder of `make test`, so that running both runs nothing twice. 5 is pytest's "nothing collected": while no test is
 # marked slow, that is no failure.
@@ -84,7 +98,14 @@ test-machines: $(VENV)/.test-stamp
 test-finetune: $(VENV)/.finetune-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune tests/integrations tests/benches $(PYTEST_ARGS)
 
-test-peers: $(VENV)/.peers-stamp
+build-cpu: $(CPU)/.stamp
+
+# The kit too, and the sanitizers, which run on a plain C++ program.
+test-cpu: $(VENV)/.test-stamp $(CPU)/.stamp $(CPU)/.sanitized-stamp
+	$(TEST_CPU) tests/plugins/test_cpu_wheel.py tests/benches/test_cpu_kernels.py -m 'not peers'
+	$(ON_CPU_PATH) OMP_NUM_THREADS=1 $(BIN)/moereg verify cpu
+
+test-peers: $(VENV)/.peers-stamp .cpu-peers/.stamp
 	$(IN_PARALLEL) -m 'peers and not gpu' $(PYTEST_ARGS)
 
 # Engines run two at a time in processes of their own.
@@ -136,7 +157,7 @@ build: $(VENV)/.test-stamp
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG) .ranges .reach dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG) .cpu-peers .ranges .reach dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 
 # --- the environment: installed again when a file that a stamp was made from is newer than the stamp ---
 
@@ -165,6 +186,33 @@ $(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
 	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes'
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test,peers]'
 	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
+
+.cpu-peers/.stamp: benches/cpu_peers.txt | $(VENV)/.venv-stamp
+	@echo '== installing kernels for CPUs to compare with into .cpu-peers (0.8 GB): half a minute'
+	@rm -rf .cpu-peers
+	@$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --no-compile --target .cpu-peers -r benches/cpu_peers.txt
+	@touch $@
+
+CXX_IS_THERE = @command -v $${CXX:-c++} >/dev/null || { \
+	echo "plugins/moereg-cpu needs a C++17 compiler, found no $${CXX:-c++} (on Debian: apt install g++)" >&2; exit 1; }
+
+# CMake and Ninja are fetched where they are missing.
+$(CPU)/.stamp: $(CPU_SOURCES) constraints.txt | $(VENV)/.venv-stamp
+	$(CXX_IS_THERE)
+	@echo '== compiling plugins/moereg-cpu into $(CPU): about a minute'
+	@rm -rf $(CPU)/wheel $(CPU)/site
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip wheel --disable-pip-version-check --progress-bar off \
+		--no-deps --wheel-dir $(CPU)/wheel ./plugins/moereg-cpu
+	@$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --target $(CPU)/site $(CPU)/wheel/*.whl
+	@touch $@
+
+$(CPU)/.sanitized-stamp: $(CPU_SOURCES) plugins/moereg-cpu/tests/driver.cpp
+	$(CXX_IS_THERE)
+	@echo '== compiling plugins/moereg-cpu with sanitizers into $(CPU): about two minutes'
+	@cmake -S plugins/moereg-cpu -B $(CPU)/sanitized -DMOEREG_CPU_SANITIZE=ON >/dev/null
+	@cmake --build $(CPU)/sanitized --target driver --parallel 2
+	$(CPU)/sanitized/driver
+	@touch $@
 
 $(VLLM_VENV)/.stamp: plugins/vllm-moereg/constraints.txt plugins/vllm-moereg/pyproject.toml $(STAMP_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'vLLM needs Python 3.11 or newer' >&2; exit 1; }

@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import torch
 
-from benches.stored import instruction_set, read
+from benches.stored import earlier_rows_of, instruction_set
 from moereg.bench import roofline
 from moereg.bench.inputs import Call, random_call, random_weights
 from moereg.bench.timing import time_runs
@@ -45,7 +45,7 @@ from moereg.platforms import probe_platform
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["Ceilings", "Row", "main", "measure"]
+__all__ = ["Ceilings", "Row", "Shape", "main", "measure", "peer_module"]
 
 CPU: Final = torch.device("cpu")
 OURS: Final = "moereg"
@@ -164,7 +164,7 @@ def _make_inputs(problem: MoEProblem, num_tokens: int) -> list[Inputs]:
     return [Inputs(call, call.topk_ids.long()) for call in calls]
 
 
-def _peer_module(shape: Shape, weights: ExpertWeights) -> Any:
+def peer_module(shape: Shape, weights: ExpertWeights) -> Any:
     """Mixtral experts of transformers, the common [E,2I,H] form, on our tensors."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -184,7 +184,7 @@ def _peer_module(shape: Shape, weights: ExpertWeights) -> Any:
 
 
 def _calls(shape: Shape, weights: ExpertWeights, kernel: MoEKernel) -> dict[str, Callable[[Inputs], torch.Tensor]]:
-    module = _peer_module(shape, weights)
+    module = peer_module(shape, weights)
 
     def peer(name: str) -> Callable[[Inputs], torch.Tensor]:
         def call(inputs: Inputs) -> torch.Tensor:
@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ceilings": dataclasses.asdict(ceilings),
     }
     try:
-        document: dict[str, Any] = {"schema": 1, **facts, "rows": _earlier_rows(options.json, facts)}
+        document: dict[str, Any] = {"schema": 1, **facts, "rows": earlier_rows_of(options.json, facts, _SAME)}
     except ValueError as error:
         print(f"bench_torch_cpu: {error}", file=sys.stderr)
         return 2
@@ -366,25 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _SAME: Final = ("device", "versions", "commit", "instruction_set", "threads", "rounds", "each_seconds", "neighbors")
-
-
-def _earlier_rows(path: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that a file has from runs with the same facts.
-
-    Raises:
-        ValueError: The file is of other facts.
-    """
-    if path is None or not path.exists():
-        return []
-    found = read(path)
-    for name in _SAME:
-        if found.get(name) != facts[name]:
-            raise ValueError(
-                f"--json adds to a file of the same {name}, and that of {path} is {found.get(name)!r}, here "
-                f"{facts[name]!r}; name another file"
-            )
-    rows: list[dict[str, Any]] = found["rows"]
-    return rows
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, int]:

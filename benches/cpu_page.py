@@ -1,4 +1,7 @@
-"""The tables of `torch` on CPUs beside transformers' experts, from every stored file of `bench_torch_cpu`."""
+"""The tables of CPUs: `torch` beside transformers' experts, and moereg-cpu beside other people's kernels.
+
+They show every stored file of `bench_torch_cpu` and of `bench_cpu_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,14 @@ def _where(name: str, document: Document) -> str:
 def summary_table() -> str:
     """For each file and dtype, rows won, tied and lost, and how far ahead of the best peer."""
     rows = []
-    for document in _documents().values():
+    for name, document in _documents().items():
         for dtype in dict.fromkeys(row["dtype"] for row in document["rows"]):
             ratios = [row["ratio"] for row in document["rows"] if row["dtype"] == dtype]
             mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
             outcomes = counted([outcome(ratio) for ratio in ratios])
-            rows.append([_machine(document), dtype, outcomes, f"{mean:.2f}", f"{min(ratios):.2f}"])
+            rows.append([f"`{name}`", dtype, outcomes, f"{mean:.2f}", f"{min(ratios):.2f}"])
     where = "\n".join(f"- {_where(*item)}" for item in _documents().items())
-    return f"{table(['machine', 'dtype', 'rows', 'ratio, mean', 'worst'], rows)}\n\n{where}"
+    return f"{table(['file', 'dtype', 'rows', 'ratio, mean', 'worst'], rows)}\n\n{where}"
 
 
 def losses_table() -> str:
@@ -112,9 +115,131 @@ def busy_table() -> str:
     return "\n\n".join(parts)
 
 
+_KERNELS: Final = "moereg-cpu"
+_NOT_PEERS: Final = (_KERNELS, "torch")
+
+
+def _kernel_documents() -> dict[str, Document]:
+    found = {path.name: read(path) for path in sorted(RESULTS.glob("kernels_cpu_*.json"))}
+    if not found:
+        raise FileNotFoundError(RESULTS / "kernels_cpu_*.json")
+    return found
+
+
+def _kernel_machine(document: Document, threads: int) -> str:
+    return f"{document['device']}, {document['instruction_set']}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _best_peer(row: dict[str, Any]) -> str:
+    return min((name for name in row["times_us"] if name not in _NOT_PEERS), key=row["times_us"].__getitem__)
+
+
+def _kernel_ratio(row: dict[str, Any]) -> float:
+    """The fastest peer's time over ours; in a quantized scheme our own bfloat16's."""
+    times: dict[str, float] = row["times_us"]
+    return times[_best_peer(row)] / times[_KERNELS]
+
+
+def _by_threads() -> list[tuple[Document, int, list[dict[str, Any]]]]:
+    return [
+        (
+            document,
+            threads,
+            [row for row in document["rows"] if row["threads"] == threads and _KERNELS in row["times_us"]],
+        )
+        for document in _kernel_documents().values()
+        for threads in sorted({row["threads"] for row in document["rows"]})
+    ]
+
+
+def _mean(values: list[float]) -> str:
+    return f"{math.exp(math.fsum(map(math.log, values)) / len(values)):.2f}" if values else "-"
+
+
+def kernels_table() -> str:
+    """Per machine and threads: against the fastest peer in bfloat16, and at one token against memory and bfloat16."""
+    lines = []
+    for document, threads, rows in _by_threads():
+        plain = [row for row in rows if row["scheme"] == "unquantized"]
+        few, many = (
+            [_kernel_ratio(row) for row in plain if (row["num_tokens"] <= 16) is is_few] for is_few in (True, False)
+        )
+        shares = [row["weights_gbps"] / row["read_gbps"] for row in plain if row["num_tokens"] == 1]
+        schemes = []
+        for scheme in ("int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g32", "mxfp4_w4a16"):
+            own = [1 / _kernel_ratio(row) for row in rows if row["scheme"] == scheme and row["num_tokens"] == 1]
+            schemes.append(_mean(own))
+        worst = f"{min(few + many):.2f}" if plain else "-"
+        lines.append([_kernel_machine(document, threads), _mean(few), _mean(many), worst, _mean(shares), *schemes])
+    header = [
+        "machine",
+        "1-16 tokens",
+        "64, 256",
+        "worst",
+        "of memory's rate",
+        "int8",
+        "int4 g128",
+        "int4 g32",
+        "mxfp4",
+    ]
+    where = "\n".join(
+        f"- `{name}`: {', '.join(f'{package} {version}' for package, version in document['versions'].items())}, commit "
+        f"{document['commit'][:12]}, {document['date']}. {_missing(document)}".rstrip()
+        for name, document in _kernel_documents().items()
+    )
+    return f"{table(header, lines)}\n\n{where}"
+
+
+def _missing(document: Document) -> str:
+    """Peers without a time, with the reason."""
+    reasons = {name: why for row in document["rows"] for name, why in row["notes"].items()}
+    return "; ".join(f"no {name}: {why}" for name, why in sorted(reasons.items()))
+
+
+def kernels_rows_table() -> str:
+    """Every row in bfloat16 of every file, the lost ones first; then the quantized ones."""
+    parts = []
+    for document, threads, rows in _by_threads():
+        plain = sorted((row for row in rows if row["scheme"] == "unquantized"), key=_kernel_ratio)
+        lines = [
+            [
+                row["layer"],
+                str(row["num_tokens"]),
+                *_kernel_times(row),
+                f"{_kernel_ratio(row):.2f}",
+                outcome(_kernel_ratio(row)),
+            ]
+            for row in plain
+        ]
+        header = ["layer", "T", "ours ms", "`torch` ms", "fastest peer ms", "ratio", ""]
+        quantized = [
+            [
+                row["layer"],
+                row["scheme"],
+                str(row["num_tokens"]),
+                f"{times[_KERNELS] / 1e3:.2f}",
+                f"{1 / _kernel_ratio(row):.2f}",
+            ]
+            for row in rows
+            if row["scheme"] != "unquantized" and (times := row["times_us"])
+        ]
+        parts.append(f"### {_kernel_machine(document, threads)}\n\n{table(header, lines)}")
+        if quantized:
+            parts.append(table(["layer", "scheme", "T", "ours ms", "of its time in bfloat16"], quantized))
+    return "\n\n".join(parts)
+
+
+def _kernel_times(row: dict[str, Any]) -> list[str]:
+    times, best = row["times_us"], _best_peer(row)
+    own = f"{times['torch'] / 1e3:.2f}" if "torch" in times else "-"
+    return [f"{times[_KERNELS] / 1e3:.2f}", own, f"{times[best] / 1e3:.2f} ({best})"]
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "torch_cpu": summary_table,
     "torch_cpu_losses": losses_table,
     "torch_cpu_rows": rows_table,
     "torch_cpu_busy": busy_table,
+    "cpu_kernels": kernels_table,
+    "cpu_kernels_rows": kernels_rows_table,
 }

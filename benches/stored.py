@@ -13,6 +13,7 @@ __all__ = [
     "SAME",
     "beats_ceilings",
     "earlier_rows",
+    "earlier_rows_of",
     "instruction_set",
     "load",
     "outcome",
@@ -54,6 +55,25 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """A stored file, with layers by the names that they have now."""
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").replace('"sonic-30b', '"sonic-120b'))
     return document
+
+
+def earlier_rows_of(path: pathlib.Path | None, facts: dict[str, Any], same: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows that a file has from runs whose facts named in `same` are these.
+
+    Raises:
+        ValueError: The file is of other facts.
+    """
+    if path is None or not path.exists():
+        return []
+    found = read(path)
+    for name in same:
+        if found.get(name) != facts[name]:
+            raise ValueError(
+                f"--json adds to a file of the same {name}, and that of {path} is {found.get(name)!r}, here "
+                f"{facts[name]!r}; name another file"
+            )
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
 
 
 def load(name: str, folder: pathlib.Path = RESULTS) -> dict[str, Any]:

@@ -35,6 +35,8 @@ ENVIRONMENT = PROCESS | {
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "400",
 }
+if not torch.cuda.is_available():
+    ENVIRONMENT["MOEREG_PREFER"] = "torch"  # Else vLLM keeps what moereg-cpu does not serve.
 ENGINES = Path(__file__).parent / "engines.py"
 QUANTS = ("fp8_block128", "fp8_channel_token", "mxfp4_w4a16", "int4_w4a16_g64", "int8_w8a8")
 RELOADED = ("int4_w4a16_g64", "fp8_block128")
@@ -74,7 +76,13 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         {"control": True, "enforce_eager": False},
     ],
     "stranger": [{"mode": "require"}],
+    "unasked": [
+        {},
+        {"dtype": "bfloat16", "compare": True},
+        {"quant": "int4_w4a16_g64", "dtype": "bfloat16", "compare": True},
+    ],
 }
+CPU_WHEELS = sorted((ROOT / "build/moereg-cpu/wheel").glob("*.whl"))
 
 
 class Engines:
@@ -96,6 +104,10 @@ class Engines:
         site = Site(folder / "site")
         environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(self.folder / "cache")}
         environment["XDG_DATA_HOME"] = str(self.folder / "data")  # First checks of these engines alone count.
+        if name == "unasked":
+            environment["MOEREG_PREFER"] = ""
+            if CPU_WHEELS:
+                site.install(*CPU_WHEELS)
         if name == "stranger":
             install_counting(site, folder)
             environment["MOEREG_REQUIRE"] = "counting"
@@ -199,6 +211,24 @@ def test_a_strangers_kernel_serves(engines: Engines) -> None:
     # Nobody vouches for it: its first check calls it twice with each of two numbers of tokens.
     assert found["log"].count("\ncounted") == found["calls"] + 4
     assert "counting (CountingExperts) of moereg-counting 0.1.0" in found["log"].partition(SENTENCE)[2]
+
+
+def test_unasked_a_cpu_keeps_vllms_kernel(engines: Engines) -> None:
+    expected, found = own_tokens(engines), engines("unasked", 0)
+    assert found["tokens"] == expected
+    assert found["calls"] == 0
+    assert found["log"].count("to vLLM: requires on a CPU the backend cpu of moereg-cpu and bfloat16") == 1
+    assert SENTENCE not in found["log"]
+
+
+@pytest.mark.skipif(not CPU_WHEELS, reason="requires the wheel of moereg-cpu, which `make build-cpu` makes")
+@pytest.mark.parametrize("index", [1, 2], ids=["bfloat16", "int4_w4a16_g64"])
+def test_unasked_a_cpu_runs_the_kernels_of_moereg_cpu(engines: Engines, index: int) -> None:
+    own_tokens(engines)
+    found = engines("unasked", index)
+    assert found["experts"] == ["CpuExperts"]
+    assert found["calls"] == NUM_TOKENS * len(found["errors"])
+    assert max(found["errors"].values()) < 1, found["errors"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="requires a C++ compiler for inductor's code")

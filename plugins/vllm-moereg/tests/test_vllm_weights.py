@@ -299,9 +299,10 @@ def same(found: ExpertWeights, whole: ExpertWeights, experts: torch.Tensor) -> N
         assert torch.equal(*bits), name
 
 
-def serve(made: Made, can_route: bool = True) -> Any:
+def serve(made: Made, can_route: bool = True, prefer: str = "torch") -> Any:
     """The layer's method, after the hook; nothing here routes."""
     with pytest.MonkeyPatch.context() as patched, set_current_vllm_config(made.engine):
+        patched.setenv("MOEREG_PREFER", prefer)
         patched.setattr(hook, "_can_route", lambda device: can_route)
         hook._serve(made.layer, EXPERTS, made.layer.quant_method, made.layer.moe_config)
     return made.layer.quant_method
@@ -329,6 +330,46 @@ def test_a_layer_whose_router_needs_a_gpu_is_left_to_vllm(
     assert has_router == (vllm_moereg._version() >= Version("0.30"))
     assert hook._can_route(torch.device("cpu")) == has_router
     assert hook._can_route(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["unquantized", "ct_int4"])
+def test_on_a_cpu_a_layer_is_left_to_vllm_where_nobody_asked(
+    name: str, make: Callable[..., Made], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(ROWS[name])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(hook, "_SAID", set())
+    for _ in range(2):
+        assert hook.served_by(serve(made, prefer="")) is None
+    (said,) = (record.message for record in caplog.records if "leaves MoE layers" in record.message)
+    assert "to vLLM: requires on a CPU the backend cpu of moereg-cpu and bfloat16, int8, int4 or mxfp4, got" in said
+    assert f"got torch and {made.whole.problem.quant.name} in bfloat16; MOEREG_REQUIRE or" in said
+    assert hook.served_by(serve(made)) is not None
+
+
+@pytest.mark.parametrize(
+    ("backend", "computes", "dtype", "is_served"),
+    [
+        ("cpu", "unquantized", "bfloat16", True),
+        ("cpu", "unquantized", "float32", False),
+        ("cpu", "int4_w4a16_g32_zp", "float16", True),
+        ("cpu", "mxfp4_w4a16", "bfloat16", True),
+        ("cpu", "int8_w8a16", "bfloat16", True),
+        ("cpu", "fp8_block128_w8a16", "bfloat16", False),
+        ("torch", "int4_w4a16_g32_zp", "bfloat16", False),
+    ],
+)
+def test_what_is_served_on_a_cpu(backend: str, computes: str, dtype: str, is_served: bool) -> None:
+    selection = SimpleNamespace(
+        winner=SimpleNamespace(backend=backend, computes=computes),
+        problem=SimpleNamespace(dtype=dtype),
+        platform=SimpleNamespace(kind="cpu"),
+        request=SimpleNamespace(require=(), prefer=()),
+    )
+    refuse: Any = hook.cpu_refusal
+    assert (refuse(selection) is None) == is_served
+    assert refuse(SimpleNamespace(**{**vars(selection), "platform": SimpleNamespace(kind="cuda")})) is None
+    assert refuse(SimpleNamespace(**{**vars(selection), "winner": None})) is None
 
 
 @pytest.mark.parametrize("name", ROWS)

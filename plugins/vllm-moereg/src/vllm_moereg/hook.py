@@ -37,6 +37,9 @@ _APART: Final = "triton"
 """The backend of whose products `MoeregExperts` makes a layer with adapters."""
 # Before 0.30 vLLM's routers call operators that its builds for CPUs lack: its own experts route there.
 _CPU_ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router"
+# On a CPU, what is faster than vLLM's own kernel: this backend, computing this.
+_CPU_BACKEND: Final = "cpu"
+_CPU_SCHEMES: Final = ("int4_w4a16", "int8_w8a16", "mxfp4_w4a16")
 _SAID: Final[set[str]] = set()
 _WARMED: Final[set[str]] = set()
 
@@ -106,7 +109,7 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
         )
         if config.is_lora_enabled:
             selection = reading_in_place(selection)
-        reasons = "" if selection.winner is not None else selection.refusal
+        reasons = cpu_refusal(selection) if selection.winner is not None else selection.refusal
         if config.is_lora_enabled and selection.backend not in (None, _APART):
             reasons = f"requires backend {_APART} in an engine with LoRA, got {selection.backend}"
         if not reasons:
@@ -127,6 +130,21 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
 
 def _can_route(device: torch.device) -> bool:
     return device.type != "cpu" or importlib.util.find_spec(_CPU_ROUTER) is not None
+
+
+def cpu_refusal(selection: Selection) -> str | None:
+    """Why a layer on a CPU is left to vLLM although a kernel fits: vLLM's own is faster, and nobody asked for ours."""
+    winner, problem = selection.winner, selection.problem
+    if winner is None or selection.platform.kind != "cpu" or selection.request.require or selection.request.prefer:
+        return None
+    computes = winner.computes
+    is_faster = problem.dtype == "bfloat16" if computes == "unquantized" else computes.startswith(_CPU_SCHEMES)
+    if winner.backend == _CPU_BACKEND and is_faster:
+        return None
+    return (
+        f"requires on a CPU the backend {_CPU_BACKEND} of moereg-cpu and bfloat16, int8, int4 or mxfp4, got "
+        f"{winner.backend} and {computes} in {problem.dtype}; MOEREG_REQUIRE or MOEREG_PREFER names a backend to use it"
+    )
 
 
 def _say_choice(name: str, selection: Selection) -> None:

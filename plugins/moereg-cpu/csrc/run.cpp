@@ -1,0 +1,359 @@
+// Runs a layer: sorts routes, multiplies by gate and up, applies the activation, multiplies by down, and adds up each
+// token's routes. Threads take tasks of fixed size in any order; every number is computed by one task from its inputs
+// alone, so any number of threads gives the same bits.
+#include <stdint.h>
+#include <string.h>
+
+#include <atomic>
+#include <new>
+
+#include "moereg_cpu.h"
+#include "table.h"
+
+#ifdef MOEREG_CPU_X86
+#include <immintrin.h>
+#endif
+
+namespace moereg_cpu {
+namespace {
+
+// Columns of a task: enough to read ahead in, few enough for many threads to share one token's experts.
+constexpr int64_t kTileGates = 32;
+constexpr int64_t kTileColumns = 64;
+// Rows that one pass over a tile's weights serves. Their packed form should stay in the second cache.
+constexpr int64_t kMaxRows = 16;
+constexpr int64_t kAlignment = 64;
+// Longer calls run in pieces, each with at least kLeastTokens, whose routes' outputs take at most so many bytes of fp32.
+constexpr int64_t kPieceBytes = 64 << 20;
+constexpr int64_t kLeastTokens = 64;
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t tiles_of(int64_t count, int64_t tile) { return (count + tile - 1) / tile; }
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t aligned(int64_t bytes) { return tiles_of(bytes, kAlignment) * kAlignment; }
+
+#ifdef MOEREG_CPU_X86
+const Table* const kTables[] = {&kPortable, &kAvx2, &kAvx512, &kAvx512Bf16};
+#else
+const Table* const kTables[] = {&kPortable};
+#endif
+constexpr int32_t kNumTables = sizeof kTables / sizeof *kTables;
+
+bool runs(int32_t table) {
+#ifdef MOEREG_CPU_X86
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (table == 1) return avx2;
+    if (table == 2) return avx512;
+    if (table == 3) return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#endif
+    return table == 0;
+}
+
+int64_t item_bytes(int32_t format) { return format == MOEREG_CPU_F32 ? 4 : 2; }
+
+int64_t tokens_of_piece(const moereg_cpu_layer& layer, int64_t num_tokens, bool is_per_expert) {
+    const int64_t rows = is_per_expert ? layer.num_local_experts : layer.top_k;
+    return smaller(num_tokens, larger(kLeastTokens, kPieceBytes / (rows * layer.w2.rows * 4)));
+}
+
+int64_t packed_row_bytes(const Table& table, const moereg_cpu_matrix& matrix) {
+    return tiles_of(matrix.columns, kBlock) * table.packed_block_bytes(matrix);
+}
+
+// Cuts the workspace into parts.
+class Parts {
+  public:
+    explicit Parts(void* begin) : begin_(static_cast<char*>(begin)) {}
+
+    template <class T> T* take(int64_t count) {
+        T* part = begin_ == nullptr ? nullptr : reinterpret_cast<T*>(begin_ + used_);
+        used_ += aligned(count * static_cast<int64_t>(sizeof(T)));
+        return part;
+    }
+
+    int64_t used() const { return used_; }
+
+  private:
+    char* begin_;
+    int64_t used_ = 0;
+};
+
+struct Counter {
+    // Each on a cache line of its own.
+    alignas(kAlignment) std::atomic<int64_t> value;
+};
+
+// One piece of a call: its tokens from `first` on. N is routes, at most T * K, or the rows of a call whose rows are laid
+// out per expert.
+struct Run {
+    const moereg_cpu_layer& layer;
+    const moereg_cpu_call& call;
+    const moereg_cpu_threads& threads;
+    const Table& table;
+    int64_t first, num_tokens;
+    bool is_per_expert;
+    int64_t hidden, intermediate, num_routes, packed_bytes, packed_inner_bytes;
+
+    // Parts of the workspace.
+    int64_t* experts;         // [E]: experts with rows
+    int64_t* first_rows;      // [E + 1]: where each one's rows begin, in order of experts
+    int64_t* routes;          // [N]: the route of each row
+    int64_t* places;          // [N]: the row of each route, or -1
+    Counter* counters;        // [4]: of each phase
+    Counter* waiting;         // [E]: tiles of an expert that are not done
+    uint8_t* packed;          // [T]: packed hidden states
+    float* inner;             // [N, I]
+    uint8_t* packed_inner;    // [N]
+    float* rows;              // [N, H]
+    int64_t num_experts = 0;  // with rows
+    int64_t num_rows = 0;
+
+    Run(const moereg_cpu_layer& layer, const moereg_cpu_call& call, const moereg_cpu_threads& threads,
+        const Table& table, int64_t first, int64_t num_tokens, bool is_per_expert)
+        : layer(layer), call(call), threads(threads), table(table), first(first), num_tokens(num_tokens),
+          is_per_expert(is_per_expert), hidden(layer.w2.rows), intermediate(layer.w2.columns),
+          num_routes(num_tokens * (is_per_expert ? layer.num_local_experts : layer.top_k)),
+          packed_bytes(packed_row_bytes(table, layer.w13)), packed_inner_bytes(packed_row_bytes(table, layer.w2)) {}
+
+    int64_t num_inputs() const { return is_per_expert ? num_routes : num_tokens; }
+
+    int64_t cut(void* workspace) {
+        char* begin = static_cast<char*>(workspace);
+        if (begin != nullptr) begin += -reinterpret_cast<uintptr_t>(begin) % kAlignment;
+        Parts parts(begin);
+        experts = parts.take<int64_t>(layer.num_local_experts);
+        first_rows = parts.take<int64_t>(layer.num_local_experts + 1);
+        routes = parts.take<int64_t>(num_routes);
+        places = parts.take<int64_t>(num_routes);
+        counters = parts.take<Counter>(4);
+        waiting = parts.take<Counter>(layer.num_local_experts);
+        packed = parts.take<uint8_t>(num_inputs() * packed_bytes);
+        inner = parts.take<float>(num_routes * intermediate);
+        packed_inner = parts.take<uint8_t>(num_routes * packed_inner_bytes);
+        rows = parts.take<float>(is_per_expert ? 0 : num_routes * hidden);
+        return parts.used() + kAlignment;
+    }
+
+    // The local expert of a route, or -1.
+    int64_t expert_of(int64_t route) const {
+        int64_t id = call.topk_ids[first * layer.top_k + route];
+        if (id < 0 || id >= layer.num_experts) return -1;
+        if (call.expert_map != nullptr) id = call.expert_map[id];
+        return id >= 0 && id < layer.num_local_experts ? id : -1;
+    }
+
+    // A stable counting sort of routes by expert.
+    void sort() {
+        const int64_t count = layer.num_local_experts;
+        memset(first_rows, 0, static_cast<size_t>(count + 1) * sizeof *first_rows);
+        if (is_per_expert) {
+            for (int64_t expert = 0; expert < count; ++expert) {
+                const int64_t count_here = smaller(call.expert_num_rows[expert] - first, num_tokens);
+                first_rows[expert + 1] = first_rows[expert] + larger(count_here, 0);
+                for (int64_t row = first_rows[expert]; row < first_rows[expert + 1]; ++row) {
+                    routes[row] = expert * call.num_tokens + first + row - first_rows[expert];
+                }
+            }
+        } else {
+            for (int64_t route = 0; route < num_routes; ++route) {
+                places[route] = expert_of(route);
+                if (places[route] >= 0) ++first_rows[places[route] + 1];
+            }
+            for (int64_t expert = 0; expert < count; ++expert) first_rows[expert + 1] += first_rows[expert];
+            // Each expert's next row; afterwards the entries have moved on by one expert.
+            for (int64_t route = 0; route < num_routes; ++route) {
+                if (places[route] < 0) continue;
+                const int64_t row = first_rows[places[route]]++;
+                routes[row] = route;
+                places[route] = row;
+            }
+            memmove(first_rows + 1, first_rows, static_cast<size_t>(count) * sizeof *first_rows);
+            first_rows[0] = 0;
+        }
+        num_rows = first_rows[count];
+        for (int64_t expert = 0; expert < count; ++expert) {
+            if (first_rows[expert + 1] > first_rows[expert]) experts[num_experts++] = expert;
+        }
+        const int64_t tiles = tiles_of(intermediate, kTileGates);
+        for (int64_t i = 0; i < num_experts; ++i) new (&waiting[experts[i]]) Counter{tiles};
+        for (int phase = 0; phase < 4; ++phase) new (&counters[phase]) Counter{0};
+    }
+
+    template <class Task> void take(int phase, int64_t count, Task task) {
+        for (;;) {
+            const int64_t place = counters[phase].value.fetch_add(1, std::memory_order_relaxed);
+            if (place >= count) return;
+            task(place);
+        }
+    }
+
+    int64_t input_of(int64_t row) const { return is_per_expert ? row : routes[row] / layer.top_k; }
+
+    void pack_input(int64_t place) {
+        // Rows that are laid out per expert are packed in order, without those that do not count.
+        const int64_t from = is_per_expert ? routes[place] : first + place;
+        const char* row = static_cast<const char*>(call.hidden_states) + from * hidden * item_bytes(layer.format);
+        const float factor = layer.scales_input && !is_per_expert ? call.topk_weights[from] : 1.0f;
+        table.pack(layer.w13, row, layer.format, factor, packed + place * packed_bytes);
+    }
+
+    // Adds biases [begin, begin + columns) of an expert to `count` rows of at most kTileColumns.
+    void add_bias(
+        const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t columns, int64_t count, float* out,
+        int64_t stride) const {
+        if (matrix.bias == nullptr) return;
+        float bias[kTileColumns];
+        table.widen(matrix.bias, matrix.bias_format, expert * matrix.rows + begin, columns, bias);
+        for (int64_t m = 0; m < count; ++m) table.add_scaled(out + m * stride, bias, 1.0f, columns);
+    }
+
+    void multiply_gates(int64_t place) {
+        const int64_t tiles = tiles_of(intermediate, kTileGates);
+        const int64_t expert = experts[place / tiles], begin = place % tiles * kTileGates;
+        const int64_t columns = smaller(kTileGates, intermediate - begin);
+        const int64_t stop = first_rows[expert + 1];
+        const bool is_gated = layer.w13.rows == 2 * intermediate;
+        float gates[kMaxRows * kTileGates], ups[kMaxRows * kTileGates];
+        const void* inputs[kMaxRows];
+        for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
+            const int64_t count = smaller(kMaxRows, stop - row);
+            for (int64_t m = 0; m < count; ++m) inputs[m] = packed + input_of(row + m) * packed_bytes;
+            table.product(layer.w13, expert, begin, begin + columns, inputs, count, gates, kTileGates);
+            add_bias(layer.w13, expert, begin, columns, count, gates, kTileGates);
+            if (is_gated) {
+                const int64_t up = intermediate + begin;
+                table.product(layer.w13, expert, up, up + columns, inputs, count, ups, kTileGates);
+                add_bias(layer.w13, expert, up, columns, count, ups, kTileGates);
+            }
+            for (int64_t m = 0; m < count; ++m) {
+                table.activate(layer, gates + m * kTileGates, ups + m * kTileGates, columns);
+                memcpy(inner + (row + m) * intermediate + begin, gates + m * kTileGates,
+                       static_cast<size_t>(columns) * sizeof *gates);
+            }
+        }
+        // Whoever finishes an expert packs its rows for the second product.
+        if (waiting[expert].value.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        for (int64_t row = first_rows[expert]; row < stop; ++row) {
+            table.pack(layer.w2, inner + row * intermediate, MOEREG_CPU_F32, 1.0f,
+                       packed_inner + row * packed_inner_bytes);
+        }
+    }
+
+    void multiply_down(int64_t place) {
+        const int64_t tiles = tiles_of(hidden, kTileColumns);
+        const int64_t expert = experts[place / tiles], begin = place % tiles * kTileColumns;
+        const int64_t columns = smaller(kTileColumns, hidden - begin), stop = first_rows[expert + 1];
+        const void* inputs[kMaxRows];
+        for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
+            const int64_t count = smaller(kMaxRows, stop - row);
+            for (int64_t m = 0; m < count; ++m) inputs[m] = packed_inner + (row + m) * packed_inner_bytes;
+            float products[kMaxRows * kTileColumns];
+            float* out = is_per_expert ? products : rows + row * hidden + begin;
+            const int64_t stride = is_per_expert ? kTileColumns : hidden;
+            table.product(layer.w2, expert, begin, begin + columns, inputs, count, out, stride);
+            add_bias(layer.w2, expert, begin, columns, count, out, stride);
+            for (int64_t m = 0; is_per_expert && m < count; ++m) {
+                store(products + m * kTileColumns, routes[row + m] * hidden + begin, columns);
+            }
+        }
+    }
+
+    static constexpr int64_t kSumColumns = 512;
+
+    void add_routes(int64_t place) {
+        const int64_t tiles = tiles_of(hidden, kSumColumns);
+        const int64_t token = place / tiles, begin = place % tiles * kSumColumns;
+        const int64_t columns = smaller(kSumColumns, hidden - begin);
+        float sum[kSumColumns] = {};
+        for (int64_t k = 0; k < layer.top_k; ++k) {
+            const int64_t route = token * layer.top_k + k, row = places[route];
+            if (row < 0) continue;
+            const float weight = layer.scales_input ? 1.0f : call.topk_weights[first * layer.top_k + route];
+            table.add_scaled(sum, rows + row * hidden + begin, weight, columns);
+        }
+        store(sum, (first + token) * hidden + begin, columns);
+    }
+
+    void store(const float* from, int64_t place, int64_t count) {
+        table.store(from, layer.out_format, static_cast<char*>(call.out) + place * item_bytes(layer.out_format), count);
+    }
+
+    void work() {
+#ifdef MOEREG_CPU_X86
+        // Subnormal codes of 8-bit floats are subnormal in registers, and must not count as zero.
+        const unsigned modes = _mm_getcsr();
+        _mm_setcsr(modes & ~0x8040u);
+#endif
+        take(0, is_per_expert ? num_rows : num_tokens, [this](int64_t place) { pack_input(place); });
+        wait();
+        take(1, num_experts * tiles_of(intermediate, kTileGates), [this](int64_t place) { multiply_gates(place); });
+        wait();
+        take(2, num_experts * tiles_of(hidden, kTileColumns), [this](int64_t place) { multiply_down(place); });
+        if (!is_per_expert) {
+            wait();
+            take(3, num_tokens * tiles_of(hidden, kSumColumns), [this](int64_t place) { add_routes(place); });
+        }
+#ifdef MOEREG_CPU_X86
+        _mm_setcsr(modes);
+#endif
+    }
+
+    void wait() {
+        if (threads.parallel != nullptr && threads.num_threads > 1) threads.barrier();
+    }
+
+    static void work_on(void* run) { static_cast<Run*>(run)->work(); }
+};
+
+}  // namespace
+}  // namespace moereg_cpu
+
+using namespace moereg_cpu;
+
+#define MOEREG_CPU_EXPORT extern "C" __attribute__((visibility("default")))
+
+MOEREG_CPU_EXPORT int32_t moereg_cpu_api(void) { return MOEREG_CPU_API; }
+
+MOEREG_CPU_EXPORT int32_t moereg_cpu_num_tables(void) { return kNumTables; }
+
+MOEREG_CPU_EXPORT const char* moereg_cpu_table_name(int32_t table) {
+    return table >= 0 && table < kNumTables ? kTables[table]->name : nullptr;
+}
+
+MOEREG_CPU_EXPORT int32_t moereg_cpu_table_runs(int32_t table) {
+    return table >= 0 && table < kNumTables && runs(table);
+}
+
+MOEREG_CPU_EXPORT int64_t moereg_cpu_workspace_bytes(
+    const moereg_cpu_layer* layer, int64_t num_tokens, int32_t is_per_expert, int32_t table) {
+    const moereg_cpu_call call = {};
+    const moereg_cpu_threads threads = {};
+    const int64_t piece = tokens_of_piece(*layer, num_tokens, is_per_expert != 0);
+    return Run(*layer, call, threads, *kTables[table], 0, piece, is_per_expert != 0).cut(nullptr);
+}
+
+MOEREG_CPU_EXPORT int32_t moereg_cpu_run(
+    const moereg_cpu_layer* layer, const moereg_cpu_call* call, const moereg_cpu_threads* threads, int32_t table) {
+    const Table& chosen = *kTables[table];
+    if (chosen.packed_block_bytes(layer->w13) == 0 || chosen.packed_block_bytes(layer->w2) == 0) return 1;
+    const bool is_per_expert = call->expert_num_rows != nullptr;
+    const int64_t piece = tokens_of_piece(*layer, call->num_tokens, is_per_expert);
+    for (int64_t first = 0; first < call->num_tokens; first += piece) {
+        Run run(*layer, *call, *threads, chosen, first, smaller(piece, call->num_tokens - first), is_per_expert);
+        run.cut(call->workspace);
+        run.sort();
+        if (threads->parallel != nullptr && threads->num_threads > 1) {
+            threads->parallel(Run::work_on, &run, static_cast<unsigned>(threads->num_threads), 0);
+        } else {
+            run.work();
+        }
+    }
+    return 0;
+}
+
+MOEREG_CPU_EXPORT uint64_t moereg_cpu_read(const void* memory, int64_t num_bytes, int32_t table) {
+    return kTables[table]->read(memory, num_bytes);
+}

@@ -1,0 +1,52 @@
+// What a translation unit for one instruction set provides. Only plain functions cross this border: inline functions
+// of the standard library would be merged by the linker with those of a unit that uses other instructions.
+#pragma once
+
+#include <stdint.h>
+
+#include "moereg_cpu.h"
+
+namespace moereg_cpu {
+
+// Rows are packed in blocks of this many columns, the last one padded with zeros.
+constexpr int64_t kBlock = 128;
+
+struct Table {
+    const char* name;
+
+    // Bytes of a packed block of kBlock numbers, as the products with weights of a format read it; 0 if the table has
+    // no such product.
+    int64_t (*packed_block_bytes)(const moereg_cpu_matrix& matrix);
+
+    // Packs `columns` numbers of `format`, each times `factor`.
+    void (*pack)(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float factor, void* packed);
+
+    // Products of packed rows with the rows [begin, end) of one expert's matrix, without bias:
+    // out[i * out_stride + n - begin].
+    void (*product)(
+        const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, const void* const* packed,
+        int64_t num_rows, float* out, int64_t out_stride);
+
+    // gate[i] = activation(gate[i], up[i]); `up` is not read without a gate.
+    void (*activate)(const moereg_cpu_layer& layer, float* gate, const float* up, int64_t count);
+
+    // sum[i] += weight * row[i].
+    void (*add_scaled)(float* sum, const float* row, float weight, int64_t count);
+
+    // Numbers [begin, begin + count) of an array of a format.
+    void (*widen)(const void* from, int32_t format, int64_t begin, int64_t count, float* to);
+
+    // Rounds to a format.
+    void (*store)(const float* from, int32_t format, void* to, int64_t count);
+
+    uint64_t (*read)(const void* memory, int64_t num_bytes);
+};
+
+extern const Table kPortable;
+#ifdef MOEREG_CPU_X86
+extern const Table kAvx2;
+extern const Table kAvx512;
+extern const Table kAvx512Bf16;
+#endif
+
+}  // namespace moereg_cpu
