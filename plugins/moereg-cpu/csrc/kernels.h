@@ -72,7 +72,7 @@ struct Float8 {
 };
 
 struct Int8 {
-    static constexpr bool kIsInteger = true, kIsBytes = false, kHasNan = false;
+    static constexpr bool kIsInteger = true, kIsBytes = false, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kShorts, kStepBytes = kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
     MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
@@ -82,10 +82,27 @@ struct Int8 {
     }
 };
 
+// int8 weights and int8 activations, with one scale per token.
+#ifdef __AVX512VNNI__
+struct Int8Tokens {
+    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = true;
+    static constexpr int kVectors = 1, kStep = kBytes, kStepBytes = kStep, kZero = 128;
+    static constexpr float kFactor = 1.0f, kResult = 1.0f;
+    // Plus 128, since the instruction multiplies unsigned by signed bytes.
+    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
+        to[0] = _mm512_xor_si512(load_bits(from), all_bits(0x80808080));
+    }
+};
+#else
+struct Int8Tokens : Int8 {
+    static constexpr bool kRoundsTokens = true;
+};
+#endif
+
 // Codes stay unsigned. What their zero means for a sum is the zero times the sum of the activations, which packing
 // finds once: times kZero, or with zero points times 1.
 template <bool has_zero_points> struct UInt4 {
-    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false;
+    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kBytes, kStepBytes = kBytes, kZero = has_zero_points ? 1 : 8;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
     MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
@@ -97,7 +114,7 @@ template <bool has_zero_points> struct UInt4 {
 
 // Twice the value of each code, plus 12; packing halves the activations' factor.
 struct Float4 {
-    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false;
+    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kBytes, kStepBytes = kBytes, kZero = 12;
     static constexpr float kFactor = 0.5f, kResult = 1.0f;
     MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
@@ -138,9 +155,16 @@ template <> struct VectorOf<BFloat16Pairs> { using type = Bits; };
 template <class Format> constexpr int kSteps = kBlock / Format::kStep;
 template <class Format> constexpr int kBlockWeightBytes = kSteps<Format> * Format::kStepBytes;
 
+// Registers of packed activations for one of decoded weights.
+template <class Format> constexpr int parts_of() {
+    if constexpr (Format::kIsInteger) return Format::kIsBytes && !Format::kRoundsTokens ? 2 : 1;
+    return 1;
+}
+
 // Bytes of a block of packed activations.
 template <class Format> constexpr int packed_bytes() {
-    return kBlock * (Format::kIsInteger || Format::kStep == 2 * kLanes * Format::kVectors ? 2 : 4);
+    if constexpr (Format::kIsInteger) return kBlock * (Format::kIsBytes ? parts_of<Format>() : 2);
+    return kBlock * (Format::kStep == 2 * kLanes * Format::kVectors ? 2 : 4);
 }
 
 // Rows of integers go on behind their blocks: the fp32 factor of each block, and for bytes what each group's zeros add
@@ -155,38 +179,46 @@ template <class Format, int G> int64_t packed_row_bytes(int64_t columns) {
     return zeros_place<Format>(columns) + (Format::kIsBytes ? rounded_up(4 * groups, kBytes) : 0);
 }
 
-// Its high and low bytes are both signed: 127 * 256 + 127.
-constexpr float kLargestCode = 32639.0f;
+// The largest code: its high and low bytes are both signed, 127 * 256 + 127.
+template <class Format> constexpr float kLargestCode = Format::kRoundsTokens ? 127.0f : 32639.0f;
 
-// Packs a block of integers; what the zeros of its groups of `span` columns add goes to zeros[].
-template <class Format> float pack_integers(const float* numbers, uint8_t* to, int span, float* zeros) {
-    constexpr int vectors = Format::kVectors;
+// The step of codes whose largest magnitude is `largest`, as bits. A number that is not finite makes all of its row
+// NaN. Steps that are not normal count as 0.
+template <class Format> float step_of(uint32_t largest) {
+    if (largest >= 0x7f800000) return __builtin_nanf("");
+    return largest < bits_of(0x1p-110f) ? 0.0f : float_of(largest) / kLargestCode<Format>;
+}
+
+MOEREG_INLINE uint32_t largest_magnitude(const float* numbers) {
     uint32_t largest = 0;
     for (int i = 0; i < kBlock; ++i) {
         const uint32_t magnitude = bits_of(numbers[i]) & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
     }
-    // A number that is not finite makes all of its row NaN. Tiny ones would overflow the quotient.
-    const bool is_finite = largest < 0x7f800000, is_tiny = largest < bits_of(0x1p-110f);
-    const float multiplier = is_finite && !is_tiny ? kLargestCode / float_of(largest) : 0.0f;
-    const float step = is_finite ? (is_tiny ? 0.0f : float_of(largest) / kLargestCode) : __builtin_nanf("");
+    return largest;
+}
+
+// Packs a block of integers, multiples of `step`; what the zeros of its groups of `span` columns add goes to zeros[].
+template <class Format> float pack_integers(const float* numbers, float step, uint8_t* to, int span, float* zeros) {
+    constexpr int vectors = Format::kVectors, parts = parts_of<Format>();
     const float factor = step * Format::kFactor;
     int32_t codes[kBlock];
     for (int i = 0; i < kBlock; ++i) {
-        codes[i] = static_cast<int32_t>(bits_of(numbers[i] * multiplier + 12582912.0f) - 0x4b400000);
+        // Nearest, halves to even.
+        codes[i] = static_cast<int32_t>(bits_of(numbers[i] / step + 12582912.0f) - 0x4b400000);
     }
-    if (multiplier == 0) memset(codes, 0, sizeof codes);
+    if (!(step > 0)) memset(codes, 0, sizeof codes);
     if constexpr (Format::kIsBytes) {
         for (int first = 0; first < kBlock; first += Format::kStep) {
-            // All high bytes of a step, then all low ones.
+            // All high bytes of a step, then all low ones; or low ones alone.
             for (int v = 0; v < vectors; ++v) {
                 for (int lane = 0; lane < kBytes; ++lane) {
                     const int32_t code = codes[first + lane * vectors + v], high = (code + 128) >> 8;
-                    to[v * kBytes + lane] = static_cast<uint8_t>(high);
-                    to[(vectors + v) * kBytes + lane] = static_cast<uint8_t>(code - 256 * high);
+                    if (parts == 2) to[v * kBytes + lane] = static_cast<uint8_t>(high);
+                    to[((parts - 1) * vectors + v) * kBytes + lane] = static_cast<uint8_t>(code - 256 * high);
                 }
             }
-            to += 2 * vectors * kBytes;
+            to += parts * vectors * kBytes;
         }
         for (int first = 0; first < kBlock; first += span) {
             int32_t sum = 0;
@@ -228,27 +260,41 @@ template <class Format> void pack_floats(const float* numbers, uint8_t* to) {
 template <class Format, int G>
 void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float factor, void* packed) {
     constexpr int span = G == 0 ? kBlock : G;
-    float numbers[kBlock], zeros[kBlock / kLeastGroup];
-    uint8_t* to = static_cast<uint8_t*>(packed);
-    float* factors = reinterpret_cast<float*>(to + factors_place<Format>(matrix.columns));
-    float* group_zeros = reinterpret_cast<float*>(to + zeros_place<Format>(matrix.columns));
-    if (G == 0 && Format::kIsBytes) *group_zeros = 0.0f;
-    for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
+    float numbers[kBlock];
+    const auto widen_block = [&](int64_t begin) {
         const int64_t count = smaller(kBlock, matrix.columns - begin);
         if (count < kBlock) memset(numbers, 0, sizeof numbers);
         widen(row, format, begin, count, factor, numbers);
-        if constexpr (Format::kIsInteger) {
-            *factors++ = pack_integers<Format>(numbers, to, span, zeros);
-            if constexpr (Format::kIsBytes && G == 0) {
-                *group_zeros += zeros[0];
-            } else if constexpr (Format::kIsBytes) {
+    };
+    uint8_t* to = static_cast<uint8_t*>(packed);
+    if constexpr (Format::kIsInteger) {
+        float* factors = reinterpret_cast<float*>(to + factors_place<Format>(matrix.columns));
+        float* group_zeros = reinterpret_cast<float*>(to + zeros_place<Format>(matrix.columns));
+        uint32_t largest = 0;
+        for (int64_t begin = 0; Format::kRoundsTokens && begin < matrix.columns; begin += kBlock) {
+            widen_block(begin);
+            const uint32_t largest_here = largest_magnitude(numbers);
+            largest = largest_here > largest ? largest_here : largest;
+        }
+        float zeros[kBlock / kLeastGroup], all_zeros = 0;
+        for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
+            widen_block(begin);
+            if (!Format::kRoundsTokens) largest = largest_magnitude(numbers);
+            *factors++ = pack_integers<Format>(numbers, step_of<Format>(largest), to, span, zeros);
+            if constexpr (Format::kIsBytes && G != 0) {
                 memcpy(group_zeros, zeros, kBlock / span * sizeof *zeros);
                 group_zeros += kBlock / span;
+            } else if constexpr (Format::kIsBytes) {
+                *group_zeros = all_zeros += zeros[0];
             }
-        } else {
-            pack_floats<Format>(numbers, to);
+            to += packed_bytes<Format>();
         }
-        to += packed_bytes<Format>();
+    } else {
+        for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
+            widen_block(begin);
+            pack_floats<Format>(numbers, to);
+            to += packed_bytes<Format>();
+        }
     }
 }
 
@@ -334,6 +380,7 @@ MOEREG_INLINE void add_block(
     constexpr int groups = is_split ? Format::kStep / G : 0;
     if constexpr (Format::kIsInteger) {
         constexpr bool is_bytes = Format::kIsBytes;
+        constexpr int parts = parts_of<Format>();
         Bits part[M][N], low[M][N];
         Floats scaled[M][N];
         MOEREG_UNROLL
@@ -342,7 +389,7 @@ MOEREG_INLINE void add_block(
             for (int n = 0; n < N; ++n) part[m][n] = low[m][n] = no_bits(), scaled[m][n] = zeros();
         }
         const auto sum_of_codes = [&](int m, int n) MOEREG_LAMBDA {
-            if constexpr (is_bytes) return to_floats(combine_bytes(part[m][n], low[m][n]));
+            if constexpr (parts == 2) return to_floats(combine_bytes(part[m][n], low[m][n]));
             return to_floats(part[m][n]);
         };
         MOEREG_UNROLL
@@ -352,16 +399,16 @@ MOEREG_INLINE void add_block(
             for (int n = 0; n < N; ++n) Format::decode(weights[n] + step * Format::kStepBytes, codes[n]);
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) {
-                const uint8_t* place = packed[m] + step * vectors * (is_bytes ? 2 : 1) * kBytes;
+                const uint8_t* place = packed[m] + step * vectors * parts * kBytes;
                 MOEREG_UNROLL
                 for (int v = 0; v < vectors; ++v) {
                     const Bits input = load_bits(place + v * kBytes);
-                    const Bits rest = is_bytes ? load_bits(place + (vectors + v) * kBytes) : input;
+                    const Bits rest = parts == 2 ? load_bits(place + (vectors + v) * kBytes) : input;
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
                         if constexpr (is_bytes) {
                             part[m][n] = multiply_bytes(part[m][n], codes[n][v], input);
-                            low[m][n] = multiply_bytes(low[m][n], codes[n][v], rest);
+                            if (parts == 2) low[m][n] = multiply_bytes(low[m][n], codes[n][v], rest);
                         } else {
                             part[m][n] = multiply_pairs(part[m][n], codes[n][v], input);
                         }
@@ -473,7 +520,7 @@ template <class Format, int G> struct Tile {
         return expert * ((matrix.rows + matrix.group_rows - 1) / matrix.group_rows) + row / matrix.group_rows;
     }
 
-    // How many rows ahead of a row of the first stream to prefetch. At a stream's end, the next product's streams begin.
+    // How many rows ahead of a row of the first stream to prefetch. At a stream's end, the next product's begin.
     int64_t ahead_of(int64_t row) const {
         const int64_t past = row + rows_ahead - (begin + apart);
         if (past < 0) return rows_ahead;
@@ -522,7 +569,8 @@ void multiply_rows(
         for (int64_t begin = 0; begin < num_blocks;) {
             const bool is_partial = begin == num_full;
             const int64_t end = is_partial ? num_blocks : smaller(begin + kSegment, num_full);
-            const int64_t first_group = begin * per_block, num_groups = smaller(end * per_block, tile.groups) - first_group;
+            const int64_t first_group = begin * per_block;
+            const int64_t num_groups = smaller(end * per_block, tile.groups) - first_group;
             for (int n = 0; n < N; ++n) {
                 if (is_partial) {
                     // Copied, since nothing past the last row may be read.
@@ -629,7 +677,7 @@ void multiply_rows(
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) {
                 float sum = sum_of(sums[m][n]);
-                if constexpr (Format::kIsBytes && G == 0) sum += Z ? *group_zeros[m] * *zero_points[n] : *group_zeros[m];
+                if constexpr (Format::kIsBytes && G == 0) sum += *group_zeros[m] * (Z ? *zero_points[n] : 1.0f);
                 out[m * out_stride + row_here - tile.begin] = sum * Format::kResult * factor;
             }
         }
@@ -664,14 +712,15 @@ struct Kernel {
     int32_t format;
     int32_t group_columns;
     bool has_zero_points;
+    bool rounds_tokens;
     int64_t (*packed_row_bytes)(int64_t);
     void (*pack)(const moereg_cpu_matrix&, const void*, int32_t, float, void*);
     void (*product)(
         const moereg_cpu_matrix&, int64_t, int64_t, int64_t, int64_t, const void* const*, int64_t, float*, int64_t);
 };
 
-template <class Format, int G, bool Z> constexpr Kernel kernel(int32_t format) {
-    return {format, G, Z, packed_row_bytes<Format, G>, pack_row<Format, G>, multiply<Format, G, Z>};
+template <class Format, int G, bool Z> constexpr Kernel kernel(int32_t format, bool rounds_tokens = false) {
+    return {format, G, Z, rounds_tokens, packed_row_bytes<Format, G>, pack_row<Format, G>, multiply<Format, G, Z>};
 }
 
 constexpr Kernel kKernels[] = {
@@ -679,6 +728,7 @@ constexpr Kernel kKernels[] = {
     kernel<Float16, 0, false>(MOEREG_CPU_F16),
     kernel<Float32, 0, false>(MOEREG_CPU_F32),
     kernel<Int8, 0, false>(MOEREG_CPU_I8),
+    kernel<Int8Tokens, 0, false>(MOEREG_CPU_I8, true),
     kernel<UInt4<false>, 128, false>(MOEREG_CPU_U4),
     kernel<UInt4<true>, 128, true>(MOEREG_CPU_U4),
     kernel<UInt4<false>, 64, false>(MOEREG_CPU_U4),
@@ -697,7 +747,8 @@ constexpr Kernel kKernels[] = {
 const Kernel* find_kernel(const moereg_cpu_matrix& matrix) {
     for (const Kernel& kernel : kKernels) {
         if (kernel.format == matrix.format && kernel.group_columns == matrix.group_columns &&
-            kernel.has_zero_points == (matrix.zero_point != nullptr)) {
+            kernel.has_zero_points == (matrix.zero_point != nullptr) &&
+            kernel.rounds_tokens == (matrix.rounds_tokens != 0)) {
             return &kernel;
         }
     }

@@ -296,9 +296,11 @@ struct Run {
 #endif
         take(0, is_per_expert ? num_rows : num_tokens, [this](int64_t place, int64_t) { pack_input(place); });
         wait();
-        take(1, num_experts * tiles_of(intermediate, kTileGates), [this](int64_t place, int64_t next) { multiply_gates(place, next); });
+        take(1, num_experts * tiles_of(intermediate, kTileGates),
+             [this](int64_t place, int64_t next) { multiply_gates(place, next); });
         wait();
-        take(2, num_experts * tiles_of(hidden, kTileColumns), [this](int64_t place, int64_t next) { multiply_down(place, next); });
+        take(2, num_experts * tiles_of(hidden, kTileColumns),
+             [this](int64_t place, int64_t next) { multiply_down(place, next); });
         if (!is_per_expert) {
             wait();
             take(3, num_tokens * tiles_of(hidden, kSumColumns), [this](int64_t place, int64_t) { add_routes(place); });
