@@ -17,6 +17,7 @@
 
 namespace {
 
+using moereg_cpu::kMaxRows;
 using moereg_cpu::Table;
 
 // Blocks of columns whose scales are decoded at a time.
@@ -28,30 +29,32 @@ constexpr int kStreams = 4;
 // Bytes by which software prefetches ahead in each stream.
 constexpr int64_t kAhead = 2048;
 
-// --- formats: how a step of weights becomes registers ---
+// Of many packed rows: blocks of columns, and rows of weights that are multiplied by them at a time.
+constexpr int64_t kSpan = 2, kSpanRows = 32;
+
+// --- formats: how a step of weights becomes registers, number v of them ---
 
 struct Float32 {
     static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 1, kStep = kLanes, kStepBytes = 4 * kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) { to[0] = as_floats(load_bits(from)); }
+    MOEREG_INLINE Floats decode(const uint8_t* from, int) { return as_floats(load_bits(from)); }
 };
 
 struct Float16 {
     static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 1, kStep = kLanes, kStepBytes = 2 * kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) { to[0] = load_halves(from); }
+    MOEREG_INLINE Floats decode(const uint8_t* from, int) { return load_halves(from); }
 };
 
 struct BFloat16 {
     static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 2, kStep = 2 * kLanes, kStepBytes = kBytes;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) {
+    MOEREG_INLINE Floats decode(const uint8_t* from, int v) {
         const Bits bits = load_bits(from);
-        to[0] = as_floats(left32<16>(bits));
-        to[1] = as_floats(both(bits, all_bits(0xffff0000)));
+        return as_floats(v == 0 ? left32<16>(bits) : both(bits, all_bits(0xffff0000)));
     }
 };
 
@@ -61,13 +64,9 @@ struct Float8 {
     static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = true;
     static constexpr int kVectors = 4, kStep = 4 * kLanes, kStepBytes = kStep;
     static constexpr float kFactor = 0x1p60f, kResult = 0x1p60f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) {
-        const Bits bits = load_bits(from), mask = all_bits(0x87f00000);
-        const Bits even = signed_right16<4>(left16<8>(bits)), odd = signed_right16<4>(bits);
-        to[0] = as_floats(both(left32<16>(even), mask));
-        to[1] = as_floats(both(left32<16>(odd), mask));
-        to[2] = as_floats(both(even, mask));
-        to[3] = as_floats(both(odd, mask));
+    MOEREG_INLINE Floats decode(const uint8_t* from, int v) {
+        const Bits bits = load_bits(from), placed = signed_right16<4>(v % 2 == 0 ? left16<8>(bits) : bits);
+        return as_floats(both(v < 2 ? left32<16>(placed) : placed, all_bits(0x87f00000)));
     }
 };
 
@@ -75,10 +74,9 @@ struct Int8 {
     static constexpr bool kIsInteger = true, kIsBytes = false, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kShorts, kStepBytes = kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
+    MOEREG_INLINE Bits decode(const uint8_t* from, int v) {
         const Bits bits = load_bits(from);
-        to[0] = signed_right16<8>(left16<8>(bits));
-        to[1] = signed_right16<8>(bits);
+        return signed_right16<8>(v == 0 ? left16<8>(bits) : bits);
     }
 };
 
@@ -89,8 +87,8 @@ struct Int8Tokens {
     static constexpr int kVectors = 1, kStep = kBytes, kStepBytes = kStep, kZero = 128;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
     // Plus 128, since the instruction multiplies unsigned by signed bytes.
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
-        to[0] = _mm512_xor_si512(load_bits(from), all_bits(0x80808080));
+    MOEREG_INLINE Bits decode(const uint8_t* from, int) {
+        return _mm512_xor_si512(load_bits(from), all_bits(0x80808080));
     }
 };
 #else
@@ -105,10 +103,9 @@ template <bool has_zero_points> struct UInt4 {
     static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kBytes, kStepBytes = kBytes, kZero = has_zero_points ? 1 : 8;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
-        const Bits bits = load_bits(from), mask = all_bits(0x0f0f0f0f);
-        to[0] = both(bits, mask);
-        to[1] = both(right16<4>(bits), mask);
+    MOEREG_INLINE Bits decode(const uint8_t* from, int v) {
+        const Bits bits = load_bits(from);
+        return both(v == 0 ? bits : right16<4>(bits), all_bits(0x0f0f0f0f));
     }
 };
 
@@ -117,11 +114,9 @@ struct Float4 {
     static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kBytes, kStepBytes = kBytes, kZero = 12;
     static constexpr float kFactor = 0.5f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
+    MOEREG_INLINE Bits decode(const uint8_t* from, int v) {
         static constexpr uint8_t kValues[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-        const Bits bits = load_bits(from), mask = all_bits(0x0f0f0f0f);
-        to[0] = look_up(kValues, both(bits, mask));
-        to[1] = look_up(kValues, both(right16<4>(bits), mask));
+        return look_up(kValues, UInt4<false>::decode(from, v));
     }
 };
 
@@ -131,24 +126,19 @@ struct BFloat16Pairs {
     static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 1, kStep = 2 * kLanes, kStepBytes = kBytes;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) { to[0] = load_bits(from); }
+    MOEREG_INLINE Bits decode(const uint8_t* from, int) { return load_bits(from); }
 };
 using BFloat16Weights = BFloat16Pairs;
-MOEREG_INLINE Floats multiply_packed(Floats sum, Bits weights, const uint8_t* packed) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)load_bits(packed));
+MOEREG_INLINE Floats multiply_packed(Floats sum, Bits weights, Bits packed) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)packed);
 }
 #else
 using BFloat16Weights = BFloat16;
 #endif
 
-MOEREG_INLINE Floats multiply_packed(Floats sum, Floats weights, const uint8_t* packed) {
-    return multiply_add(weights, as_floats(load_bits(packed)), sum);
+MOEREG_INLINE Floats multiply_packed(Floats sum, Floats weights, Bits packed) {
+    return multiply_add(weights, as_floats(packed), sum);
 }
-
-template <class Format> struct VectorOf { using type = Floats; };
-#ifdef __AVX512BF16__
-template <> struct VectorOf<BFloat16Pairs> { using type = Bits; };
-#endif
 
 // --- packed rows ---
 
@@ -174,7 +164,8 @@ template <class Format> int64_t zeros_place(int64_t columns) {
     return factors_place<Format>(columns) + rounded_up(4 * blocks_of(columns), kBytes);
 }
 template <class Format, int G> int64_t packed_row_bytes(int64_t columns) {
-    if constexpr (!Format::kIsInteger) return factors_place<Format>(columns);
+    // An odd number of spans, else a span of all rows would fall into the same sets of the first cache.
+    if constexpr (!Format::kIsInteger) return ((blocks_of(columns) + 1) / 4 * 4 + kSpan) * packed_bytes<Format>();
     const int64_t groups = blocks_of(columns) * (G == 0 ? 1 : kBlock / G);
     return zeros_place<Format>(columns) + (Format::kIsBytes ? rounded_up(4 * groups, kBytes) : 0);
 }
@@ -396,7 +387,12 @@ MOEREG_INLINE void add_block(
         for (int step = 0; step < kSteps<Format>; ++step) {
             Bits codes[N][vectors];
             MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) Format::decode(weights[n] + step * Format::kStepBytes, codes[n]);
+            for (int n = 0; n < N; ++n) {
+                MOEREG_UNROLL
+                for (int v = 0; v < vectors; ++v) {
+                    codes[n][v] = Format::decode(weights[n] + step * Format::kStepBytes, v);
+                }
+            }
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) {
                 const uint8_t* place = packed[m] + step * vectors * parts * kBytes;
@@ -449,34 +445,26 @@ MOEREG_INLINE void add_block(
         auto& target = G != 0 ? part : sums;
         MOEREG_UNROLL
         for (int step = 0; step < kSteps<Format>; ++step) {
-            typename VectorOf<Format>::type values[N][vectors];
             MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) {
-                const uint8_t* from = weights[n] + step * Format::kStepBytes;
-                Format::decode(from, values[n]);
-                if constexpr (Format::kHasNan) {
-                    seen[0] = larger_signed8(seen[0], load_bits(from));
-                    seen[1] = larger_unsigned8(seen[1], load_bits(from));
-                }
-                if constexpr (M == 1) {
-                    // At once, since the values of all rows do not fit into registers.
+            for (int n = 0; n < N && Format::kHasNan; ++n) {
+                const Bits codes = load_bits(weights[n] + step * Format::kStepBytes);
+                seen[0] = larger_signed8(seen[0], codes);
+                seen[1] = larger_unsigned8(seen[1], codes);
+            }
+            MOEREG_UNROLL
+            for (int v = 0; v < vectors; ++v) {
+                decltype(Format::decode(nullptr, 0)) values[N];
+                MOEREG_UNROLL
+                for (int n = 0; n < N; ++n) values[n] = Format::decode(weights[n] + step * Format::kStepBytes, v);
+                MOEREG_UNROLL
+                for (int m = 0; m < M; ++m) {
+                    const Bits input = in_register(load_bits(packed[m] + (step * vectors + v) * kBytes));
                     MOEREG_UNROLL
-                    for (int v = 0; v < vectors; ++v) {
-                        const uint8_t* input = packed[0] + (step * vectors + v) * kBytes;
-                        target[0][n] = multiply_packed(target[0][n], values[n][v], input);
-                    }
+                    for (int n = 0; n < N; ++n) target[m][n] = multiply_packed(target[m][n], values[n], input);
                 }
             }
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) {
-                const uint8_t* place = packed[m] + step * vectors * kBytes;
-                MOEREG_UNROLL
-                for (int v = 0; v < vectors; ++v) {
-                    MOEREG_UNROLL
-                    for (int n = 0; n < N && M > 1; ++n) {
-                        target[m][n] = multiply_packed(target[m][n], values[n][v], place + v * kBytes);
-                    }
-                }
                 if constexpr (is_split) {
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
@@ -684,11 +672,102 @@ void multiply_rows(
     }
 }
 
+// Adds the products of M packed rows with N rows of weights over some blocks to sums[m * N + n].
+template <class Format, int M, int N>
+void multiply_span(
+    const uint8_t* const* weights, const uint8_t* const* packed, int64_t begin, int64_t end, Floats* sums) {
+    const uint8_t *block_weights[N], *block_inputs[M];
+    Floats local[M][N];
+    Bits seen[2];
+    MOEREG_UNROLL
+    for (int n = 0; n < N; ++n) block_weights[n] = weights[n];
+    MOEREG_UNROLL
+    for (int m = 0; m < M; ++m) {
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) local[m][n] = begin == 0 ? zeros() : sums[m * N + n];
+    }
+    for (int64_t block = begin; block < end; ++block) {
+        MOEREG_UNROLL
+        for (int m = 0; m < M; ++m) block_inputs[m] = packed[m] + block * packed_bytes<Format>();
+        add_block<Format, 0, M, N>(block_weights, block_inputs, nullptr, nullptr, local, seen);
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) block_weights[n] += kBlockWeightBytes<Format>;
+    }
+    MOEREG_UNROLL
+    for (int m = 0; m < M; ++m) {
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) sums[m * N + n] = local[m][n];
+    }
+}
+
+// The same numbers as multiply_rows gives, for many packed rows of plain weights. Spans of kSpan blocks of all packed
+// rows stay in the first cache, while kSpanRows rows of weights pass.
+template <class Format>
+void multiply_many(
+    const Tile<Format, 0>& tile, const uint8_t* const* packed, int64_t num_rows, float* out, int64_t out_stride) {
+    constexpr int M = 6, N = kLanes == 16 ? 4 : 2, block_bytes = kBlockWeightBytes<Format>;
+    const moereg_cpu_matrix& matrix = tile.matrix;
+    const int64_t num_blocks = blocks_of(matrix.columns), pieces = (num_rows + M - 1) / M;
+    const int64_t most = (num_rows + pieces - 1) / pieces;
+    const uint8_t* base = static_cast<const uint8_t*>(matrix.weight) + tile.expert * matrix.rows * tile.row_bytes;
+    Floats sums[kMaxRows * kSpanRows];
+    uint8_t copies[N][kSpan * block_bytes];
+    for (int64_t top = tile.begin; top < tile.end; top += kSpanRows) {
+        const int64_t count = smaller(kSpanRows, tile.end - top);
+        // What is fetched at a row's end: the rows that come next, if there are any.
+        const int64_t next = tile.next < 0 ? top : tile.next - tile.expert * matrix.rows;
+        const int64_t next_top = top + count < tile.end ? top + count : next;
+        for (int64_t begin = 0; begin < num_blocks; begin += kSpan) {
+            const int64_t end = smaller(begin + kSpan, num_blocks), place = begin * block_bytes;
+            const bool is_partial = end * kBlock > matrix.columns;
+            for (int64_t row = 0; row < count; row += N) {
+                const uint8_t* weights[N];
+                for (int n = 0; n < N; ++n) {
+                    // A row that is not there is the last one again, and its result is dropped.
+                    weights[n] = base + (top + smaller(row + n, count - 1)) * tile.row_bytes + place;
+                    const uint8_t* ahead = end < num_blocks ? weights[n] + kSpan * block_bytes
+                                                            : base + (next_top + row + n) * tile.row_bytes;
+                    for (int line = 0; line < kSpan * block_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+                    if (is_partial) {
+                        memset(copies[n], 0, sizeof copies[n]);
+                        memcpy(copies[n], weights[n], static_cast<size_t>(tile.row_bytes - place));
+                        weights[n] = copies[n];
+                    }
+                }
+                for (int64_t m = 0; m < num_rows; m += most) {
+                    Floats* to = sums + (row * num_rows + m * N);
+                    const uint8_t* const* at = packed + m;
+                    switch (smaller(most, num_rows - m)) {
+                        case 1: multiply_span<Format, 1, N>(weights, at, begin, end, to); break;
+                        case 2: multiply_span<Format, 2, N>(weights, at, begin, end, to); break;
+                        case 3: multiply_span<Format, 3, N>(weights, at, begin, end, to); break;
+                        case 4: multiply_span<Format, 4, N>(weights, at, begin, end, to); break;
+                        case 5: multiply_span<Format, 5, N>(weights, at, begin, end, to); break;
+                        default: multiply_span<Format, M, N>(weights, at, begin, end, to);
+                    }
+                }
+            }
+        }
+        for (int64_t row = 0; row < count; ++row) {
+            const Floats* from = sums + row / N * N * num_rows + row % N;
+            for (int64_t m = 0; m < num_rows; ++m) {
+                out[m * out_stride + top - tile.begin + row] = sum_of(from[m * N]) * Format::kResult;
+            }
+        }
+    }
+}
+
 template <class Format, int G, bool Z>
 void multiply(
     const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, int64_t next,
     const void* const* packed, int64_t num_rows, float* out, int64_t out_stride) {
     const Tile<Format, G> tile{matrix, expert, begin, end, next};
+    if constexpr (!Format::kIsInteger && !Format::kHasNan) {
+        if (num_rows > 4) {
+            multiply_many(tile, reinterpret_cast<const uint8_t* const*>(packed), num_rows, out, out_stride);
+            return;
+        }
+    }
     // One row of each stream stays in the first cache while all packed rows pass.
     const int64_t count = num_rows > 4 ? 1 : tile.apart;
     for (int64_t row = begin; row < begin + tile.apart; row += count) {

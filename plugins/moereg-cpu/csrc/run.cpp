@@ -20,8 +20,6 @@ namespace {
 // Columns of a task: enough to read ahead in, few enough for many threads to share one token's experts.
 constexpr int64_t kTileGates = 32;
 constexpr int64_t kTileColumns = 64;
-// Rows that one pass over a tile's weights serves. Their packed form should stay in the second cache.
-constexpr int64_t kMaxRows = 16;
 constexpr int64_t kAlignment = 64;
 // Longer calls run in pieces, each with at least kLeastTokens, whose routes' outputs take at most so many bytes of fp32.
 constexpr int64_t kPieceBytes = 64 << 20;
@@ -51,6 +49,9 @@ bool runs(int32_t table) {
 #endif
     return table == 0;
 }
+
+// `count` rows in pieces of about equal size.
+int64_t rows_at_a_time(int64_t count) { return tiles_of(count, tiles_of(larger(count, 1), kMaxRows)); }
 
 int64_t item_bytes(int32_t format) { return format == MOEREG_CPU_F32 ? 4 : 2; }
 
@@ -223,8 +224,9 @@ struct Run {
         const bool is_gated = layer.w13.rows == 2 * intermediate;
         float gates[kMaxRows * kTileGates], ups[kMaxRows * kTileGates];
         const void* inputs[kMaxRows];
-        for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
-            const int64_t count = smaller(kMaxRows, stop - row);
+        const int64_t most = rows_at_a_time(stop - first_rows[expert]);
+        for (int64_t row = first_rows[expert]; row < stop; row += most) {
+            const int64_t count = smaller(most, stop - row);
             for (int64_t m = 0; m < count; ++m) inputs[m] = packed + input_of(row + m) * packed_bytes;
             const int64_t up = intermediate + begin, up_row = expert * layer.w13.rows + up;
             table.product(layer.w13, expert, begin, begin + columns, is_gated ? up_row : next_row, inputs, count, gates,
@@ -254,8 +256,9 @@ struct Run {
         const int64_t expert = experts[place / tiles], begin = place % tiles * kTileColumns;
         const int64_t columns = smaller(kTileColumns, hidden - begin), stop = first_rows[expert + 1];
         const void* inputs[kMaxRows];
-        for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
-            const int64_t count = smaller(kMaxRows, stop - row);
+        const int64_t most = rows_at_a_time(stop - first_rows[expert]);
+        for (int64_t row = first_rows[expert]; row < stop; row += most) {
+            const int64_t count = smaller(most, stop - row);
             for (int64_t m = 0; m < count; ++m) inputs[m] = packed_inner + (row + m) * packed_inner_bytes;
             float products[kMaxRows * kTileColumns];
             float* out = is_per_expert ? products : rows + row * hidden + begin;

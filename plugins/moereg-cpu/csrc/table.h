@@ -11,6 +11,9 @@ namespace moereg_cpu {
 // Rows are packed in blocks of this many columns, the last one padded with zeros.
 constexpr int64_t kBlock = 128;
 
+// Packed rows of a product, at most. Their packed form should stay in the second cache.
+constexpr int64_t kMaxRows = 18;
+
 struct Table {
     const char* name;
 
