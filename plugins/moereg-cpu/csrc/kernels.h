@@ -321,8 +321,6 @@ __attribute__((noinline)) void decode_scales(
     }
 }
 
-MOEREG_INLINE int64_t scale_bytes(int32_t format) { return format == MOEREG_CPU_F32 ? 4 : 1; }
-
 __attribute__((noinline)) void find_zero_points(
     const moereg_cpu_matrix& matrix, int64_t row, int64_t groups, int64_t begin, int64_t count, float* to) {
     const uint8_t* packed = matrix.zero_point + row * ((groups + 1) / 2);
@@ -332,10 +330,10 @@ __attribute__((noinline)) void find_zero_points(
 }
 
 // What multiplies a whole row's sum: a scale per row or matrix, and the second scale.
-MOEREG_INLINE float row_factor(const moereg_cpu_matrix& matrix, int64_t expert, int64_t row) {
+template <int G> MOEREG_INLINE float row_factor(const moereg_cpu_matrix& matrix, int64_t expert, int64_t row) {
     const bool is_second_half = 2 * row >= matrix.rows;
     float factor = 1.0f;
-    if (matrix.scale != nullptr && matrix.group_columns == 0) {
+    if (G == 0 && matrix.scale != nullptr) {
         const int64_t halves = matrix.scale_halves, half = halves == 2 && is_second_half;
         const int64_t place = matrix.group_rows == 1 ? expert * matrix.rows + row : expert * halves + half;
         float scales[kLanes];
@@ -527,6 +525,10 @@ void multiply_rows(
     const moereg_cpu_matrix& matrix = tile.matrix;
     const int64_t num_full = matrix.columns / kBlock, num_blocks = blocks_of(matrix.columns);
     const bool has_plain_scales = matrix.scale_format == MOEREG_CPU_F32;
+    const int64_t scale_size = has_plain_scales ? 4 : 1, scale_row_bytes = tile.groups * scale_size;
+    const int64_t first_row = tile.expert * matrix.rows;
+    const uint8_t* first_weights = static_cast<const uint8_t*>(matrix.weight) + first_row * tile.row_bytes;
+    const uint8_t* all_scales = static_cast<const uint8_t*>(matrix.scale);
     const uint8_t* weights[N];
     const float *scales[N] = {}, *factors[M], *group_zeros[M];
     int64_t rows[N];
@@ -551,8 +553,11 @@ void multiply_rows(
         for (int n = 0; n < N; ++n) {
             // A row that is not there is the first one again, and its result is dropped.
             rows[n] = row + n * tile.apart < tile.end ? row + n * tile.apart : row;
-            const int64_t bytes = (tile.expert * matrix.rows + rows[n]) * tile.row_bytes;
-            weights[n] = static_cast<const uint8_t*>(matrix.weight) + bytes;
+            weights[n] = first_weights + rows[n] * tile.row_bytes;
+            if (G != 0 && matrix.group_rows == 1) {
+                const uint8_t* from = all_scales + (first_row + rows[n] + ahead) * scale_row_bytes;
+                for (int64_t line = 0; line < scale_row_bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+            }
         }
         for (int64_t begin = 0; begin < num_blocks;) {
             const bool is_partial = begin == num_full;
@@ -576,15 +581,8 @@ void multiply_rows(
                         scales[n] = scale_buffer[n];
                     }
                     if constexpr (Z) {
-                        const int64_t zero_row = tile.expert * matrix.rows + rows[n];
+                        const int64_t zero_row = first_row + rows[n];
                         find_zero_points(matrix, zero_row, tile.groups, first_group, num_groups, zero_points[n]);
-                    }
-                    if (matrix.group_rows == 1) {
-                        const int64_t size = scale_bytes(matrix.scale_format);
-                        const uint8_t* from = static_cast<const uint8_t*>(matrix.scale) + scale * size;
-                        for (int64_t line = 0; line < num_groups * size; line += 64) {
-                            __builtin_prefetch(from + ahead * tile.groups * size + line, 0, 2);
-                        }
                     }
                 }
             }
@@ -655,8 +653,8 @@ void multiply_rows(
         for (int n = 0; n < N; ++n) {
             const int64_t row_here = row + n * tile.apart;
             if (row_here >= tile.end) break;
-            float factor = row_factor(matrix, tile.expert, row_here);
-            const int64_t whole_row = tile.expert * matrix.rows + row_here;
+            float factor = row_factor<G>(matrix, tile.expert, row_here);
+            const int64_t whole_row = first_row + row_here;
             if (Format::kHasNan && may_have_nan) {
                 const uint8_t* codes = static_cast<const uint8_t*>(matrix.weight) + whole_row * tile.row_bytes;
                 if (has_nan_code(codes, tile.row_bytes)) factor = __builtin_nanf("");
