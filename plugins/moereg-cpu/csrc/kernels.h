@@ -8,7 +8,7 @@
 // integers, are multiplied as integers, with exact sums: per block of 128 columns, activations are 16-bit integers
 // times one fp32 number, off by at most 2^-16 of the block's largest. That is below the rounding of bfloat16 and
 // float16 inputs, and takes half of the instructions of fp32. 4-bit weights are unsigned bytes there, and activations
-// two signed ones.
+// two signed ones. Of int8 weights, activations may also be int8, with one scale per row.
 #pragma once
 
 #include "numbers.h"
