@@ -8,7 +8,7 @@
 // integers, are multiplied as integers, with exact sums: per block of 128 columns, activations are 16-bit integers
 // times one fp32 number, off by at most 2^-16 of the block's largest. That is below the rounding of bfloat16 and
 // float16 inputs, and takes half of the instructions of fp32. 4-bit weights are unsigned bytes there, and activations
-// two signed ones.
+// two signed ones. Of int8 weights, activations may also be int8, with one scale per row.
 #pragma once
 
 #include "numbers.h"
@@ -17,6 +17,7 @@
 
 namespace {
 
+using moereg_cpu::kMaxRows;
 using moereg_cpu::Table;
 
 // Blocks of columns whose scales are decoded at a time.
@@ -28,260 +29,320 @@ constexpr int kStreams = 4;
 // Bytes by which software prefetches ahead in each stream.
 constexpr int64_t kAhead = 2048;
 
-// --- formats: how a step of weights becomes registers ---
+// Of many packed rows: blocks of columns, and rows of weights that are multiplied by them at a time.
+constexpr int64_t kSpan = 2, kSpanRows = 32;
+
+// --- formats: how a step of weights becomes registers, number v of them ---
 
 struct Float32 {
-    static constexpr bool kIsInteger = false, kHasNan = false;
+    static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 1, kStep = kLanes, kStepBytes = 4 * kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) { to[0] = as_floats(load_bits(from)); }
+    MOEREG_INLINE Floats decode(const uint8_t* from, int) { return as_floats(load_bits(from)); }
 };
 
 struct Float16 {
-    static constexpr bool kIsInteger = false, kHasNan = false;
+    static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 1, kStep = kLanes, kStepBytes = 2 * kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) { to[0] = load_halves(from); }
+    MOEREG_INLINE Floats decode(const uint8_t* from, int) { return load_halves(from); }
 };
 
 struct BFloat16 {
-    static constexpr bool kIsInteger = false, kHasNan = false;
+    static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 2, kStep = 2 * kLanes, kStepBytes = kBytes;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) {
+    MOEREG_INLINE Floats decode(const uint8_t* from, int v) {
         const Bits bits = load_bits(from);
-        to[0] = as_floats(left32<16>(bits));
-        to[1] = as_floats(both(bits, all_bits(0xffff0000)));
+        return as_floats(v == 0 ? left32<16>(bits) : both(bits, all_bits(0xffff0000)));
     }
 };
 
 // A code's sign, exponent and mantissa where fp32 has them is 2^-120 of its value, also if the code is subnormal. Half
 // of that factor is in the packed activations, and half in the result, so that neither leaves the range of fp32.
 struct Float8 {
-    static constexpr bool kIsInteger = false, kHasNan = true;
+    static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = true;
     static constexpr int kVectors = 4, kStep = 4 * kLanes, kStepBytes = kStep;
     static constexpr float kFactor = 0x1p60f, kResult = 0x1p60f;
-    MOEREG_INLINE void decode(const uint8_t* from, Floats* to) {
-        const Bits bits = load_bits(from), mask = all_bits(0x87f00000);
-        const Bits even = signed_right16<4>(left16<8>(bits)), odd = signed_right16<4>(bits);
-        to[0] = as_floats(both(left32<16>(even), mask));
-        to[1] = as_floats(both(left32<16>(odd), mask));
-        to[2] = as_floats(both(even, mask));
-        to[3] = as_floats(both(odd, mask));
+    MOEREG_INLINE Floats decode(const uint8_t* from, int v) {
+        const Bits bits = load_bits(from), placed = signed_right16<4>(v % 2 == 0 ? left16<8>(bits) : bits);
+        return as_floats(both(v < 2 ? left32<16>(placed) : placed, all_bits(0x87f00000)));
     }
 };
 
 struct Int8 {
-    static constexpr bool kIsInteger = true, kHasNan = false, kIsBytes = false;
+    static constexpr bool kIsInteger = true, kIsBytes = false, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kShorts, kStepBytes = kStep;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
+    MOEREG_INLINE Bits decode(const uint8_t* from, int v) {
         const Bits bits = load_bits(from);
-        to[0] = signed_right16<8>(left16<8>(bits));
-        to[1] = signed_right16<8>(bits);
+        return signed_right16<8>(v == 0 ? left16<8>(bits) : bits);
     }
 };
+
+// int8 weights and int8 activations, with one scale per token.
+#ifdef __AVX512VNNI__
+struct Int8Tokens {
+    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = true;
+    static constexpr int kVectors = 1, kStep = kBytes, kStepBytes = kStep, kZero = 128;
+    static constexpr float kFactor = 1.0f, kResult = 1.0f;
+    // Plus 128, since the instruction multiplies unsigned by signed bytes.
+    MOEREG_INLINE Bits decode(const uint8_t* from, int) {
+        return _mm512_xor_si512(load_bits(from), all_bits(0x80808080));
+    }
+};
+#else
+struct Int8Tokens : Int8 {
+    static constexpr bool kRoundsTokens = true;
+};
+#endif
 
 // Codes stay unsigned. What their zero means for a sum is the zero times the sum of the activations, which packing
 // finds once: times kZero, or with zero points times 1.
 template <bool has_zero_points> struct UInt4 {
-    static constexpr bool kIsInteger = true, kHasNan = false, kIsBytes = true;
+    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kBytes, kStepBytes = kBytes, kZero = has_zero_points ? 1 : 8;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
-        const Bits bits = load_bits(from), mask = all_bits(0x0f0f0f0f);
-        to[0] = both(bits, mask);
-        to[1] = both(right16<4>(bits), mask);
+    MOEREG_INLINE Bits decode(const uint8_t* from, int v) {
+        const Bits bits = load_bits(from);
+        return both(v == 0 ? bits : right16<4>(bits), all_bits(0x0f0f0f0f));
     }
 };
 
 // Twice the value of each code, plus 12; packing halves the activations' factor.
 struct Float4 {
-    static constexpr bool kIsInteger = true, kHasNan = false, kIsBytes = true;
+    static constexpr bool kIsInteger = true, kIsBytes = true, kHasNan = false, kRoundsTokens = false;
     static constexpr int kVectors = 2, kStep = 2 * kBytes, kStepBytes = kBytes, kZero = 12;
     static constexpr float kFactor = 0.5f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) {
+    MOEREG_INLINE Bits decode(const uint8_t* from, int v) {
         static constexpr uint8_t kValues[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-        const Bits bits = load_bits(from), mask = all_bits(0x0f0f0f0f);
-        to[0] = look_up(kValues, both(bits, mask));
-        to[1] = look_up(kValues, both(right16<4>(bits), mask));
+        return look_up(kValues, UInt4<false>::decode(from, v));
     }
 };
 
 #ifdef __AVX512BF16__
 // Pairs of bfloat16 are multiplied as they are; activations are rounded to bfloat16.
 struct BFloat16Pairs {
-    static constexpr bool kIsInteger = false, kHasNan = false;
+    static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = false;
     static constexpr int kVectors = 1, kStep = 2 * kLanes, kStepBytes = kBytes;
     static constexpr float kFactor = 1.0f, kResult = 1.0f;
-    MOEREG_INLINE void decode(const uint8_t* from, Bits* to) { to[0] = load_bits(from); }
+    MOEREG_INLINE Bits decode(const uint8_t* from, int) { return load_bits(from); }
 };
 using BFloat16Weights = BFloat16Pairs;
-MOEREG_INLINE Floats multiply_packed(Floats sum, Bits weights, const uint8_t* packed) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)load_bits(packed));
+MOEREG_INLINE Floats multiply_packed(Floats sum, Bits weights, Bits packed) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)packed);
 }
 #else
 using BFloat16Weights = BFloat16;
 #endif
 
-MOEREG_INLINE Floats multiply_packed(Floats sum, Floats weights, const uint8_t* packed) {
-    return multiply_add(weights, as_floats(load_bits(packed)), sum);
+MOEREG_INLINE Floats multiply_packed(Floats sum, Floats weights, Bits packed) {
+    return multiply_add(weights, as_floats(packed), sum);
 }
-
-template <class Format> struct VectorOf { using type = Floats; };
-#ifdef __AVX512BF16__
-template <> struct VectorOf<BFloat16Pairs> { using type = Bits; };
-#endif
 
 // --- packed rows ---
 
 template <class Format> constexpr int kSteps = kBlock / Format::kStep;
 template <class Format> constexpr int kBlockWeightBytes = kSteps<Format> * Format::kStepBytes;
 
-// A block of packed activations: its numbers, for bytes also sums for their zeros, and for integers the fp32 factor.
-template <class Format> constexpr int packed_number_bytes() {
-    return kBlock * (Format::kIsInteger || Format::kStep == 2 * kLanes * Format::kVectors ? 2 : 4);
+// Registers of packed activations for one of decoded weights.
+template <class Format> constexpr int parts_of() {
+    if constexpr (Format::kIsInteger) return Format::kIsBytes && !Format::kRoundsTokens ? 2 : 1;
+    return 1;
 }
+
+// Bytes of a block of packed activations.
 template <class Format> constexpr int packed_bytes() {
-    if constexpr (!Format::kIsInteger) {
-        return packed_number_bytes<Format>();
-    } else {
-        return packed_number_bytes<Format>() + (Format::kIsBytes ? kSteps<Format> * kBytes : 0) + 64;
-    }
+    if constexpr (Format::kIsInteger) return kBlock * (Format::kIsBytes ? parts_of<Format>() : 2);
+    return kBlock * (Format::kStep == 2 * kLanes * Format::kVectors ? 2 : 4);
 }
-template <class Format> constexpr int kFactorPlace = packed_bytes<Format>() - 64;
 
-// Its high and low bytes are both signed: 127 * 256 + 127.
-constexpr float kLargestCode = 32639.0f;
+// Rows of integers go on behind their blocks: the fp32 factor of each block, and for bytes what each group's zeros add
+// to a product, before its scale.
+template <class Format> int64_t factors_place(int64_t columns) { return blocks_of(columns) * packed_bytes<Format>(); }
+template <class Format> int64_t zeros_place(int64_t columns) {
+    return factors_place<Format>(columns) + rounded_up(4 * blocks_of(columns), kBytes);
+}
+template <class Format, int G> int64_t packed_row_bytes(int64_t columns) {
+    // An odd number of spans, else a span of all rows would fall into the same sets of the first cache.
+    if constexpr (!Format::kIsInteger) return ((blocks_of(columns) + 1) / 4 * 4 + kSpan) * packed_bytes<Format>();
+    const int64_t groups = blocks_of(columns) * (G == 0 ? 1 : kBlock / G);
+    return zeros_place<Format>(columns) + (Format::kIsBytes ? rounded_up(4 * groups, kBytes) : 0);
+}
 
-template <class Format> void pack_block(const float* numbers, uint8_t* to) {
-    constexpr int vectors = Format::kVectors;
-    if constexpr (Format::kIsInteger) {
-        uint32_t largest = 0;
-        for (int i = 0; i < kBlock; ++i) {
-            const uint32_t magnitude = bits_of(numbers[i]) & 0x7fffffff;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        // A number that is not finite makes all of its row NaN. Tiny ones would overflow the quotient.
-        const bool is_finite = largest < 0x7f800000, is_tiny = largest < bits_of(0x1p-110f);
-        const float multiplier = is_finite && !is_tiny ? kLargestCode / float_of(largest) : 0.0f;
-        const float step = is_finite ? (is_tiny ? 0.0f : float_of(largest) / kLargestCode) : __builtin_nanf("");
-        const float factor = step * Format::kFactor;
-        memcpy(to + kFactorPlace<Format>, &factor, sizeof factor);
-        int32_t codes[kBlock];
-        for (int i = 0; i < kBlock; ++i) {
-            codes[i] = static_cast<int32_t>(bits_of(numbers[i] * multiplier + 12582912.0f) - 0x4b400000);
-        }
-        if (multiplier == 0) memset(codes, 0, sizeof codes);
-        if constexpr (Format::kIsBytes) {
-            for (int first = 0; first < kBlock; first += Format::kStep) {
-                // All high bytes of a step, then all low ones.
-                for (int v = 0; v < vectors; ++v) {
-                    for (int lane = 0; lane < kBytes; ++lane) {
-                        const int32_t code = codes[first + lane * vectors + v], high = (code + 128) >> 8;
-                        to[v * kBytes + lane] = static_cast<uint8_t>(high);
-                        to[(vectors + v) * kBytes + lane] = static_cast<uint8_t>(code - 256 * high);
-                    }
-                }
-                to += 2 * vectors * kBytes;
-            }
-            constexpr int span = Format::kStep / kLanes;
-            for (int first = 0; first < kBlock; first += span) {
-                int32_t sum = 0;
-                for (int i = 0; i < span; ++i) sum += codes[first + i];
-                sum *= Format::kZero;
-                memcpy(to, &sum, sizeof sum);
-                to += sizeof sum;
-            }
-        } else {
-            for (int first = 0; first < kBlock; first += Format::kStep) {
-                for (int v = 0; v < vectors; ++v) {
-                    for (int lane = 0; lane < kShorts; ++lane) {
-                        const int16_t code = static_cast<int16_t>(codes[first + lane * vectors + v]);
-                        memcpy(to, &code, sizeof code);
-                        to += sizeof code;
-                    }
+// The largest code: its high and low bytes are both signed, 127 * 256 + 127.
+template <class Format> constexpr float kLargestCode = Format::kRoundsTokens ? 127.0f : 32639.0f;
+
+// The step of codes whose largest magnitude is `largest`, as bits. A number that is not finite makes all of its row
+// NaN. Steps that are not normal count as 0.
+template <class Format> float step_of(uint32_t largest) {
+    if (largest >= 0x7f800000) return __builtin_nanf("");
+    return largest < bits_of(0x1p-110f) ? 0.0f : float_of(largest) / kLargestCode<Format>;
+}
+
+MOEREG_INLINE uint32_t largest_magnitude(const float* numbers) {
+    uint32_t largest = 0;
+    for (int i = 0; i < kBlock; ++i) {
+        const uint32_t magnitude = bits_of(numbers[i]) & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+// Packs a block of integers, multiples of `step`; what the zeros of its groups of `span` columns add goes to zeros[].
+template <class Format> float pack_integers(const float* numbers, float step, uint8_t* to, int span, float* zeros) {
+    constexpr int vectors = Format::kVectors, parts = parts_of<Format>();
+    const float factor = step * Format::kFactor;
+    int32_t codes[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
+        // Nearest, halves to even.
+        codes[i] = static_cast<int32_t>(bits_of(numbers[i] / step + 12582912.0f) - 0x4b400000);
+    }
+    if (!(step > 0)) memset(codes, 0, sizeof codes);
+    if constexpr (Format::kIsBytes) {
+        for (int first = 0; first < kBlock; first += Format::kStep) {
+            // All high bytes of a step, then all low ones; or low ones alone.
+            for (int v = 0; v < vectors; ++v) {
+                for (int lane = 0; lane < kBytes; ++lane) {
+                    const int32_t code = codes[first + lane * vectors + v], high = (code + 128) >> 8;
+                    if (parts == 2) to[v * kBytes + lane] = static_cast<uint8_t>(high);
+                    to[((parts - 1) * vectors + v) * kBytes + lane] = static_cast<uint8_t>(code - 256 * high);
                 }
             }
+            to += parts * vectors * kBytes;
         }
+        for (int first = 0; first < kBlock; first += span) {
+            int32_t sum = 0;
+            for (int i = 0; i < span; ++i) sum += codes[first + i];
+            zeros[first / span] = static_cast<float>(-Format::kZero * sum) * factor;
+        }
+    } else {
+        for (int first = 0; first < kBlock; first += Format::kStep) {
+            for (int v = 0; v < vectors; ++v) {
+                for (int lane = 0; lane < kShorts; ++lane) {
+                    const int16_t code = static_cast<int16_t>(codes[first + lane * vectors + v]);
+                    memcpy(to, &code, sizeof code);
+                    to += sizeof code;
+                }
+            }
+        }
+    }
+    return factor;
+}
+
+template <class Format> void pack_floats(const float* numbers, uint8_t* to) {
 #ifdef __AVX512BF16__
-    } else if constexpr (Format::kStep == 2 * kLanes && Format::kVectors == 1) {
+    if constexpr (Format::kStep == 2 * kLanes && Format::kVectors == 1) {
         uint16_t* packed = reinterpret_cast<uint16_t*>(to);
         for (int i = 0; i < kBlock; ++i) packed[i] = bfloat16_of(numbers[i]);
+        return;
+    }
 #endif
-    } else {
-        float* packed = reinterpret_cast<float*>(to);
-        for (int step_place = 0; step_place < kBlock; step_place += Format::kStep) {
-            for (int v = 0; v < vectors; ++v) {
-                for (int lane = 0; lane < kLanes; ++lane) {
-                    *packed++ = numbers[step_place + lane * vectors + v] * Format::kFactor;
-                }
+    float* packed = reinterpret_cast<float*>(to);
+    for (int first = 0; first < kBlock; first += Format::kStep) {
+        for (int v = 0; v < Format::kVectors; ++v) {
+            for (int lane = 0; lane < kLanes; ++lane) {
+                *packed++ = numbers[first + lane * Format::kVectors + v] * Format::kFactor;
             }
         }
     }
 }
 
-template <class Format>
+template <class Format, int G>
 void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float factor, void* packed) {
+    constexpr int span = G == 0 ? kBlock : G;
     float numbers[kBlock];
-    uint8_t* to = static_cast<uint8_t*>(packed);
-    for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
+    const auto widen_block = [&](int64_t begin) {
         const int64_t count = smaller(kBlock, matrix.columns - begin);
-        if (count == kBlock) {
-            widen(row, format, begin, kBlock, factor, numbers);
-        } else {
-            memset(numbers, 0, sizeof numbers);
-            widen(row, format, begin, count, factor, numbers);
+        if (count < kBlock) memset(numbers, 0, sizeof numbers);
+        widen(row, format, begin, count, factor, numbers);
+    };
+    uint8_t* to = static_cast<uint8_t*>(packed);
+    if constexpr (Format::kIsInteger) {
+        float* factors = reinterpret_cast<float*>(to + factors_place<Format>(matrix.columns));
+        float* group_zeros = reinterpret_cast<float*>(to + zeros_place<Format>(matrix.columns));
+        uint32_t largest = 0;
+        for (int64_t begin = 0; Format::kRoundsTokens && begin < matrix.columns; begin += kBlock) {
+            widen_block(begin);
+            const uint32_t largest_here = largest_magnitude(numbers);
+            largest = largest_here > largest ? largest_here : largest;
         }
-        pack_block<Format>(numbers, to);
-        to += packed_bytes<Format>();
+        float zeros[kBlock / kLeastGroup], all_zeros = 0;
+        for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
+            widen_block(begin);
+            if (!Format::kRoundsTokens) largest = largest_magnitude(numbers);
+            *factors++ = pack_integers<Format>(numbers, step_of<Format>(largest), to, span, zeros);
+            if constexpr (Format::kIsBytes && G != 0) {
+                memcpy(group_zeros, zeros, kBlock / span * sizeof *zeros);
+                group_zeros += kBlock / span;
+            } else if constexpr (Format::kIsBytes) {
+                *group_zeros = all_zeros += zeros[0];
+            }
+            to += packed_bytes<Format>();
+        }
+    } else {
+        for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
+            widen_block(begin);
+            pack_floats<Format>(numbers, to);
+            to += packed_bytes<Format>();
+        }
     }
 }
 
 // --- scales ---
 
-// The scales of groups [begin, begin + count) of a row of weights: where they lie, or decoded into a buffer.
-MOEREG_INLINE const float* find_scales(
-    const moereg_cpu_matrix& matrix, int64_t scale_row, int64_t groups, int64_t begin, int64_t count, bool copies,
-    float* buffer) {
-    const int64_t place = scale_row * groups + begin;
-    if (matrix.scale_format == MOEREG_CPU_F32) {
-        const float* scales = static_cast<const float*>(matrix.scale) + place;
-        if (!copies) return scales;
-        memcpy(buffer, scales, static_cast<size_t>(count) * sizeof *scales);
-        return buffer;
-    }
-    const uint8_t* codes = static_cast<const uint8_t*>(matrix.scale) + place;
-    if (matrix.scale_format == MOEREG_CPU_E8M0) {
-        for (int64_t i = 0; i < count; ++i) buffer[i] = float_of_e8m0(codes[i]);
-    } else {
-        for (int64_t i = 0; i < count; ++i) buffer[i] = float_of_e4m3(codes[i]);
-    }
-    return buffer;
+// kLanes scales of 8 bits.
+MOEREG_INLINE Floats decode_e8m0(Bits codes) {
+    // An exponent of 0 is a subnormal number, and one of 255 is NaN; only that one becomes negative.
+    const Bits bits = left32<23>(codes), carry = signed_right32<31>(add32(bits, all_bits(0x00800000)));
+    return as_floats(either(larger_signed32(bits, all_bits(0x00400000)), both(carry, all_bits(0x7fc00000))));
+}
+MOEREG_INLINE Floats decode_e4m3(Bits codes) {
+    const Bits magnitude = both(codes, all_bits(0x7f)), sign = left32<24>(both(codes, all_bits(0x80)));
+    const Bits carry = signed_right32<31>(left32<24>(add32(magnitude, all_bits(1))));
+    const Floats value = multiply(as_floats(left32<20>(magnitude)), all(0x1p120f));
+    return as_floats(either(either(as_bits(value), sign), both(carry, all_bits(0x7fc00000))));
 }
 
-MOEREG_INLINE void find_zero_points(
-    const moereg_cpu_matrix& matrix, int64_t row, int64_t groups, int64_t begin, int64_t count, uint32_t* to) {
+// Scales [begin, begin + count) of an array of any format, to whole registers. Not inline, since it is once per row.
+__attribute__((noinline)) void decode_scales(
+    const void* scales, int32_t format, int64_t begin, int64_t count, float* __restrict to) {
+    if (format == MOEREG_CPU_F32) {
+        memcpy(to, static_cast<const float*>(scales) + begin, static_cast<size_t>(count) * sizeof *to);
+        return;
+    }
+    for (int64_t i = 0; i < count; i += kLanes) {
+        const uint8_t* from = static_cast<const uint8_t*>(scales) + begin + i;
+        uint8_t codes[kLanes] = {};
+        if (count - i < kLanes) from = static_cast<const uint8_t*>(memcpy(codes, from, static_cast<size_t>(count - i)));
+        const Bits bits = load_bytes(from);
+        const Floats values = format == MOEREG_CPU_E8M0 ? decode_e8m0(bits) : decode_e4m3(bits);
+        memcpy(to + i, &values, sizeof values);
+    }
+}
+
+__attribute__((noinline)) void find_zero_points(
+    const moereg_cpu_matrix& matrix, int64_t row, int64_t groups, int64_t begin, int64_t count, float* to) {
     const uint8_t* packed = matrix.zero_point + row * ((groups + 1) / 2);
-    for (int64_t i = 0; i < count; ++i) to[i] = packed[(begin + i) / 2] >> 4 * ((begin + i) % 2) & 15;
+    for (int64_t i = 0; i < count; ++i) {
+        to[i] = static_cast<float>(packed[(begin + i) / 2] >> 4 * ((begin + i) % 2) & 15);
+    }
 }
 
 // What multiplies a whole row's sum: a scale per row or matrix, and the second scale.
-MOEREG_INLINE float row_factor(const moereg_cpu_matrix& matrix, int64_t expert, int64_t row) {
+template <int G> MOEREG_INLINE float row_factor(const moereg_cpu_matrix& matrix, int64_t expert, int64_t row) {
+    const bool is_second_half = 2 * row >= matrix.rows;
     float factor = 1.0f;
-    if (matrix.scale != nullptr && matrix.group_columns == 0) {
-        const int64_t halves = matrix.scale_halves, half = row * halves / matrix.rows;
+    if (G == 0 && matrix.scale != nullptr) {
+        const int64_t halves = matrix.scale_halves, half = halves == 2 && is_second_half;
         const int64_t place = matrix.group_rows == 1 ? expert * matrix.rows + row : expert * halves + half;
-        if (matrix.scale_format == MOEREG_CPU_F32) {
-            factor = static_cast<const float*>(matrix.scale)[place];
-        } else {
-            const uint8_t code = static_cast<const uint8_t*>(matrix.scale)[place];
-            factor = matrix.scale_format == MOEREG_CPU_E8M0 ? float_of_e8m0(code) : float_of_e4m3(code);
-        }
+        float scales[kLanes];
+        decode_scales(matrix.scale, matrix.scale_format, place, 1, scales);
+        factor = scales[0];
     }
     if (matrix.scale_2 != nullptr) {
-        const int64_t halves = matrix.scale_2_halves;
-        factor *= matrix.scale_2[expert * halves + row * halves / matrix.rows];
+        const int64_t halves = matrix.scale_2_halves, half = halves == 2 && is_second_half;
+        factor *= matrix.scale_2[expert * halves + half];
     }
     return factor;
 }
@@ -297,10 +358,10 @@ template <class Format, int M> constexpr int rows_at_once() {
 }
 
 // Adds the products of one block of columns. NaN codes are looked for in `seen`.
-template <class Format, int G, bool Z, int M, int N>
+template <class Format, int G, int M, int N>
 MOEREG_INLINE void add_block(
-    const uint8_t* const* weights, const uint8_t* const* packed, const float* const* scales,
-    const uint32_t* const* zero_points, Floats (&sums)[M][N], Bits (&seen)[2]) {
+    const uint8_t* const* weights, const uint8_t* const* packed, const float* const* factors,
+    const float* const* scales, Floats (&sums)[M][N], Bits (&seen)[2]) {
     constexpr int vectors = Format::kVectors;
     // Lanes that share a scale in a step, and groups of a step; of whole blocks there is one scale.
     constexpr bool is_split = G != 0 && G < kBlock;
@@ -308,6 +369,7 @@ MOEREG_INLINE void add_block(
     constexpr int groups = is_split ? Format::kStep / G : 0;
     if constexpr (Format::kIsInteger) {
         constexpr bool is_bytes = Format::kIsBytes;
+        constexpr int parts = parts_of<Format>();
         Bits part[M][N], low[M][N];
         Floats scaled[M][N];
         MOEREG_UNROLL
@@ -315,35 +377,32 @@ MOEREG_INLINE void add_block(
             MOEREG_UNROLL
             for (int n = 0; n < N; ++n) part[m][n] = low[m][n] = no_bits(), scaled[m][n] = zeros();
         }
-        // 32-bit sums of the steps [first, last), less what the codes' zeros add.
-        const auto finish = [&](int m, int n, int first, int last) MOEREG_LAMBDA {
-            if constexpr (!is_bytes) return part[m][n];
-            Bits sum = combine_bytes(part[m][n], low[m][n]);
-            MOEREG_UNROLL
-            for (int step = first; step < last; ++step) {
-                Bits zero = load_bits(packed[m] + packed_number_bytes<Format>() + step * kBytes);
-                if constexpr (Z) zero = multiply32(zero, spread_bits<lanes>(zero_points[n] + step * groups));
-                sum = subtract32(sum, zero);
-            }
-            return sum;
+        const auto sum_of_codes = [&](int m, int n) MOEREG_LAMBDA {
+            if constexpr (parts == 2) return to_floats(combine_bytes(part[m][n], low[m][n]));
+            return to_floats(part[m][n]);
         };
         MOEREG_UNROLL
         for (int step = 0; step < kSteps<Format>; ++step) {
             Bits codes[N][vectors];
             MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) Format::decode(weights[n] + step * Format::kStepBytes, codes[n]);
+            for (int n = 0; n < N; ++n) {
+                MOEREG_UNROLL
+                for (int v = 0; v < vectors; ++v) {
+                    codes[n][v] = Format::decode(weights[n] + step * Format::kStepBytes, v);
+                }
+            }
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) {
-                const uint8_t* place = packed[m] + step * vectors * (is_bytes ? 2 : 1) * kBytes;
+                const uint8_t* place = packed[m] + step * vectors * parts * kBytes;
                 MOEREG_UNROLL
                 for (int v = 0; v < vectors; ++v) {
                     const Bits input = load_bits(place + v * kBytes);
-                    const Bits rest = is_bytes ? load_bits(place + (vectors + v) * kBytes) : input;
+                    const Bits rest = parts == 2 ? load_bits(place + (vectors + v) * kBytes) : input;
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
                         if constexpr (is_bytes) {
                             part[m][n] = multiply_bytes(part[m][n], codes[n][v], input);
-                            low[m][n] = multiply_bytes(low[m][n], codes[n][v], rest);
+                            if (parts == 2) low[m][n] = multiply_bytes(low[m][n], codes[n][v], rest);
                         } else {
                             part[m][n] = multiply_pairs(part[m][n], codes[n][v], input);
                         }
@@ -353,7 +412,7 @@ MOEREG_INLINE void add_block(
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
                         const Floats scale = spread<lanes>(scales[n] + step * groups);
-                        scaled[m][n] = multiply_add(to_floats(finish(m, n, step, step + 1)), scale, scaled[m][n]);
+                        scaled[m][n] = multiply_add(sum_of_codes(m, n), scale, scaled[m][n]);
                         part[m][n] = low[m][n] = no_bits();
                     }
                 }
@@ -361,15 +420,14 @@ MOEREG_INLINE void add_block(
         }
         MOEREG_UNROLL
         for (int m = 0; m < M; ++m) {
-            const float factor = float_of(load32(packed[m] + kFactorPlace<Format>));
+            const Floats factor = all(*factors[m]);
             MOEREG_UNROLL
             for (int n = 0; n < N; ++n) {
                 if constexpr (is_split) {
-                    sums[m][n] = multiply_add(scaled[m][n], all(factor), sums[m][n]);
+                    sums[m][n] = multiply_add(scaled[m][n], factor, sums[m][n]);
                 } else {
-                    const Floats both_factors = all(G == 0 ? factor : factor * *scales[n]);
-                    const Bits sum = finish(m, n, 0, kSteps<Format>);
-                    sums[m][n] = multiply_add(to_floats(sum), both_factors, sums[m][n]);
+                    const Floats both_factors = G == 0 ? factor : multiply(factor, all(*scales[n]));
+                    sums[m][n] = multiply_add(sum_of_codes(m, n), both_factors, sums[m][n]);
                 }
             }
         }
@@ -385,34 +443,26 @@ MOEREG_INLINE void add_block(
         auto& target = G != 0 ? part : sums;
         MOEREG_UNROLL
         for (int step = 0; step < kSteps<Format>; ++step) {
-            typename VectorOf<Format>::type values[N][vectors];
             MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) {
-                const uint8_t* from = weights[n] + step * Format::kStepBytes;
-                Format::decode(from, values[n]);
-                if constexpr (Format::kHasNan) {
-                    seen[0] = larger_signed8(seen[0], load_bits(from));
-                    seen[1] = larger_unsigned8(seen[1], load_bits(from));
-                }
-                if constexpr (M == 1) {
-                    // At once, since the values of all rows do not fit into registers.
+            for (int n = 0; n < N && Format::kHasNan; ++n) {
+                const Bits codes = load_bits(weights[n] + step * Format::kStepBytes);
+                seen[0] = larger_signed8(seen[0], codes);
+                seen[1] = larger_unsigned8(seen[1], codes);
+            }
+            MOEREG_UNROLL
+            for (int v = 0; v < vectors; ++v) {
+                decltype(Format::decode(nullptr, 0)) values[N];
+                MOEREG_UNROLL
+                for (int n = 0; n < N; ++n) values[n] = Format::decode(weights[n] + step * Format::kStepBytes, v);
+                MOEREG_UNROLL
+                for (int m = 0; m < M; ++m) {
+                    const Bits input = in_register(load_bits(packed[m] + (step * vectors + v) * kBytes));
                     MOEREG_UNROLL
-                    for (int v = 0; v < vectors; ++v) {
-                        const uint8_t* input = packed[0] + (step * vectors + v) * kBytes;
-                        target[0][n] = multiply_packed(target[0][n], values[n][v], input);
-                    }
+                    for (int n = 0; n < N; ++n) target[m][n] = multiply_packed(target[m][n], values[n], input);
                 }
             }
             MOEREG_UNROLL
             for (int m = 0; m < M; ++m) {
-                const uint8_t* place = packed[m] + step * vectors * kBytes;
-                MOEREG_UNROLL
-                for (int v = 0; v < vectors; ++v) {
-                    MOEREG_UNROLL
-                    for (int n = 0; n < N && M > 1; ++n) {
-                        target[m][n] = multiply_packed(target[m][n], values[n][v], place + v * kBytes);
-                    }
-                }
                 if constexpr (is_split) {
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
@@ -441,160 +491,292 @@ MOEREG_INLINE bool has_nan_code(const uint8_t* row, int64_t count) {
     return found;
 }
 
-// The products of M packed rows with N rows of an expert's weights: `row`, and others `apart` rows from each other, as
-// far as they are below `end`. out[m * out_stride] is for `row`.
+// The rows [begin, end) of an expert's matrix, in kStreams streams of `apart` rows.
+template <class Format, int G> struct Tile {
+    const moereg_cpu_matrix& matrix;
+    int64_t expert, begin, end, next;
+    int64_t apart = (end - begin + kStreams - 1) / kStreams;
+    int64_t row_bytes = (matrix.columns * kBlockWeightBytes<Format> + kBlock - 1) / kBlock;
+    int64_t groups = G == 0 ? 1 : (matrix.columns + G - 1) / G;
+    int64_t rows_ahead = kAhead / row_bytes + 1;
+
+    // A row of scales, of the array of all experts.
+    int64_t scale_row_of(int64_t row) const {
+        if (matrix.group_rows == 1) return expert * matrix.rows + row;
+        return expert * ((matrix.rows + matrix.group_rows - 1) / matrix.group_rows) + row / matrix.group_rows;
+    }
+
+    // How many rows ahead of a row of the first stream to prefetch. At a stream's end, the next product's begin.
+    int64_t ahead_of(int64_t row) const {
+        const int64_t past = row + rows_ahead - (begin + apart);
+        if (past < 0) return rows_ahead;
+        return past < apart && next >= 0 ? next + past - (expert * matrix.rows + row) : 0;
+    }
+};
+
+// The products of M packed rows with `count` rows from `first` on of each stream.
 template <class Format, int G, bool Z, int M>
 void multiply_rows(
-    const moereg_cpu_matrix& matrix, int64_t expert, int64_t row, int64_t apart, int64_t end,
-    const uint8_t* const* packed, bool prefetches, float* out, int64_t out_stride) {
+    const Tile<Format, G>& tile, int64_t first, int64_t count, bool prefetches, const uint8_t* const* packed,
+    float* out, int64_t out_stride) {
     constexpr int N = rows_at_once<Format, M>();
     constexpr int block_bytes = kBlockWeightBytes<Format>, per_block = G == 0 ? 0 : kBlock / G;
     constexpr int buffered = kSegment * kBlock / kLeastGroup;
-    const int64_t row_bytes = (matrix.columns * block_bytes + kBlock - 1) / kBlock;
-    const int64_t groups = G == 0 ? 1 : (matrix.columns + G - 1) / G;
+    const moereg_cpu_matrix& matrix = tile.matrix;
     const int64_t num_full = matrix.columns / kBlock, num_blocks = blocks_of(matrix.columns);
+    const bool has_plain_scales = matrix.scale_format == MOEREG_CPU_F32;
+    const int64_t scale_size = has_plain_scales ? 4 : 1, scale_row_bytes = tile.groups * scale_size;
+    const int64_t first_row = tile.expert * matrix.rows;
+    const uint8_t* first_weights = static_cast<const uint8_t*>(matrix.weight) + first_row * tile.row_bytes;
+    const uint8_t* all_scales = static_cast<const uint8_t*>(matrix.scale);
     const uint8_t* weights[N];
-    const float* scales[N] = {};
-    const uint32_t* zero_points[N] = {};
-    int64_t rows[N], scale_rows[N];
-    float scale_buffer[N][G == 0 ? 1 : buffered];
-    uint32_t zero_buffer[N][Z ? buffered : 1];
+    const float *scales[N] = {}, *factors[M], *group_zeros[M];
+    int64_t rows[N];
+    float scale_buffer[N][G == 0 ? 1 : buffered], zero_points[N][Z ? buffered : 1];
     uint8_t copies[N][block_bytes];
-    const uint8_t* inputs[M];
-    Floats sums[M][N];
-    Bits seen[2] = {no_bits(), no_bits()};
     MOEREG_UNROLL
     for (int m = 0; m < M; ++m) {
-        inputs[m] = packed[m];
+        factors[m] = reinterpret_cast<const float*>(packed[m] + factors_place<Format>(matrix.columns));
+        group_zeros[m] = reinterpret_cast<const float*>(packed[m] + zeros_place<Format>(matrix.columns));
+    }
+    for (int64_t place = first * kStreams; place < (first + count) * kStreams; place += N) {
+        const int64_t top = place / kStreams, row = top + place % kStreams * tile.apart;
+        if (row >= tile.end) continue;
+        const int64_t ahead = prefetches ? tile.ahead_of(top) : 0, bytes_ahead = ahead * tile.row_bytes;
+        Floats sums[M][N];
+        Bits seen[2] = {no_bits(), no_bits()};
         MOEREG_UNROLL
-        for (int n = 0; n < N; ++n) sums[m][n] = zeros();
-    }
-    MOEREG_UNROLL
-    for (int n = 0; n < N; ++n) {
-        // A row that is not there is the first one again, and its result is dropped.
-        const int64_t place = row + n * apart < end ? row + n * apart : row;
-        rows[n] = expert * matrix.rows + place;
-        weights[n] = static_cast<const uint8_t*>(matrix.weight) + rows[n] * row_bytes;
-        if constexpr (G != 0) {
-            const int64_t scaled_rows = (matrix.rows + matrix.group_rows - 1) / matrix.group_rows;
-            scale_rows[n] = expert * scaled_rows + place / matrix.group_rows;
-        }
-        if constexpr (Z && G == 0) {
-            find_zero_points(matrix, rows[n], 1, 0, 1, zero_buffer[n]);
-            zero_points[n] = zero_buffer[n];
-        }
-    }
-    const int64_t ahead = prefetches ? kAhead : 0;
-    for (int64_t first = 0; first < num_blocks;) {
-        const bool is_partial = first == num_full;
-        const int64_t last = is_partial ? num_blocks : smaller(first + kSegment, num_full);
-        if (is_partial) {
-            // Copied, since nothing past the last row may be read.
-            memset(copies, 0, sizeof copies);
+        for (int m = 0; m < M; ++m) {
             MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) {
-                const int64_t begin = num_full * block_bytes;
-                memcpy(copies[n], weights[n] + begin, static_cast<size_t>(row_bytes - begin));
-                weights[n] = copies[n];
+            for (int n = 0; n < N; ++n) sums[m][n] = zeros();
+        }
+        for (int n = 0; n < N; ++n) {
+            // A row that is not there is the first one again, and its result is dropped.
+            rows[n] = row + n * tile.apart < tile.end ? row + n * tile.apart : row;
+            weights[n] = first_weights + rows[n] * tile.row_bytes;
+            if (G != 0 && matrix.group_rows == 1) {
+                const uint8_t* from = all_scales + (first_row + rows[n] + ahead) * scale_row_bytes;
+                for (int64_t line = 0; line < scale_row_bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
             }
         }
-        if constexpr (G != 0) {
-            const int64_t begin = first * per_block, num = smaller(last * per_block, groups) - begin;
-            if (is_partial) memset(scale_buffer, 0, sizeof scale_buffer);
-            if (Z && is_partial) memset(zero_buffer, 0, sizeof zero_buffer);
-            MOEREG_UNROLL
+        for (int64_t begin = 0; begin < num_blocks;) {
+            const bool is_partial = begin == num_full;
+            const int64_t end = is_partial ? num_blocks : smaller(begin + kSegment, num_full);
+            const int64_t first_group = begin * per_block;
+            const int64_t num_groups = smaller(end * per_block, tile.groups) - first_group;
             for (int n = 0; n < N; ++n) {
-                scales[n] = find_scales(matrix, scale_rows[n], groups, begin, num, is_partial, scale_buffer[n]);
-                if constexpr (Z) {
-                    find_zero_points(matrix, rows[n], groups, begin, num, zero_buffer[n]);
-                    zero_points[n] = zero_buffer[n];
+                if (is_partial) {
+                    // Copied, since nothing past the last row may be read.
+                    memset(copies[n], 0, block_bytes);
+                    memset(scale_buffer[n], 0, G == 0 ? 0 : per_block * sizeof(float));
+                    memcpy(copies[n], weights[n], static_cast<size_t>(tile.row_bytes - num_full * block_bytes));
+                    weights[n] = copies[n];
+                }
+                if constexpr (G != 0) {
+                    const int64_t scale = tile.scale_row_of(rows[n]) * tile.groups + first_group;
+                    if (has_plain_scales && !is_partial) {
+                        scales[n] = static_cast<const float*>(matrix.scale) + scale;
+                    } else {
+                        decode_scales(matrix.scale, matrix.scale_format, scale, num_groups, scale_buffer[n]);
+                        scales[n] = scale_buffer[n];
+                    }
+                    if constexpr (Z) {
+                        const int64_t zero_row = first_row + rows[n];
+                        find_zero_points(matrix, zero_row, tile.groups, first_group, num_groups, zero_points[n]);
+                    }
                 }
             }
-        }
-        for (int64_t block = first; block < last; ++block) {
+            if constexpr (Format::kIsBytes && G != 0) {
+                // What the zeros of all groups add.
+                const auto add_zeros = [&](int64_t i, auto load_some) MOEREG_LAMBDA {
+                    MOEREG_UNROLL
+                    for (int m = 0; m < M; ++m) {
+                        const Floats zero = load_some(group_zeros[m] + first_group + i);
+                        MOEREG_UNROLL
+                        for (int n = 0; n < N; ++n) {
+                            Floats scale = load_some(scales[n] + i);
+                            if constexpr (Z) scale = multiply(scale, load_some(zero_points[n] + i));
+                            sums[m][n] = multiply_add(zero, scale, sums[m][n]);
+                        }
+                    }
+                };
+                int64_t i = 0;
+                for (; i + kLanes <= num_groups; i += kLanes) {
+                    add_zeros(i, [](const float* from) MOEREG_LAMBDA { return load(from); });
+                }
+                const int64_t rest = num_groups - i;
+                if (rest > 0) add_zeros(i, [&](const float* from) MOEREG_LAMBDA { return load_first(from, rest); });
+            }
             const uint8_t *block_weights[N], *block_inputs[M];
-            const float* block_scales[N];
-            const uint32_t* block_zero_points[N];
+            const float *block_scales[N], *block_factors[M];
             MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) {
-                block_weights[n] = weights[n] + (is_partial ? 0 : block * block_bytes);
-                MOEREG_UNROLL
-                for (int line = 0; line < block_bytes; line += 64) {
-                    __builtin_prefetch(block_weights[n] + ahead + line, 0, 2);
-                }
-                block_scales[n] = scales[n] + (block - first) * per_block;
-                block_zero_points[n] = Z ? zero_points[n] + (block - first) * per_block : nullptr;
-            }
-            MOEREG_UNROLL
-            for (int m = 0; m < M; ++m) block_inputs[m] = inputs[m] + block * packed_bytes<Format>();
-            if constexpr (M == 1 && Format::kIsInteger) {
-                // Row by row, since the sums of several do not fit into registers.
+            for (int n = 0; n < N; ++n) block_weights[n] = weights[n], block_scales[n] = scales[n];
+            for (int64_t block = begin; block < end; ++block) {
                 MOEREG_UNROLL
                 for (int n = 0; n < N; ++n) {
-                    Floats sum[1][1] = {{sums[0][n]}};
-                    add_block<Format, G, Z, 1, 1>(
-                        block_weights + n, block_inputs, block_scales + n, block_zero_points + n, sum, seen);
-                    sums[0][n] = sum[0][0];
+                    MOEREG_UNROLL
+                    for (int line = 0; line < block_bytes; line += 64) {
+                        __builtin_prefetch(block_weights[n] + bytes_ahead + line, 0, 2);
+                    }
                 }
-            } else {
-                add_block<Format, G, Z, M, N>(
-                    block_weights, block_inputs, block_scales, block_zero_points, sums, seen);
+                MOEREG_UNROLL
+                for (int m = 0; m < M; ++m) {
+                    block_inputs[m] = packed[m] + block * packed_bytes<Format>();
+                    block_factors[m] = factors[m] + block;
+                }
+                if constexpr (M == 1 && Format::kIsInteger) {
+                    // Row by row, since the sums of several do not fit into registers.
+                    MOEREG_UNROLL
+                    for (int n = 0; n < N; ++n) {
+                        Floats sum[1][1] = {{sums[0][n]}};
+                        add_block<Format, G, 1, 1>(
+                            block_weights + n, block_inputs, block_factors, block_scales + n, sum, seen);
+                        sums[0][n] = sum[0][0];
+                        // Else compilers would keep inputs for the next row, and sums on the stack.
+                        asm volatile("" ::: "memory");
+                    }
+                } else {
+                    add_block<Format, G, M, N>(block_weights, block_inputs, block_factors, block_scales, sums, seen);
+                }
+                MOEREG_UNROLL
+                for (int n = 0; n < N; ++n) {
+                    block_weights[n] += block_bytes;
+                    block_scales[n] += per_block;
+                }
+            }
+            for (int n = 0; n < N; ++n) weights[n] += (end - begin) * block_bytes;
+            begin = end;
+        }
+        bool may_have_nan = false;
+        if constexpr (Format::kHasNan) may_have_nan = has_byte(seen[0], 0x7f) || has_byte(seen[1], 0xff);
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) {
+            const int64_t row_here = row + n * tile.apart;
+            if (row_here >= tile.end) break;
+            float factor = row_factor<G>(matrix, tile.expert, row_here);
+            const int64_t whole_row = first_row + row_here;
+            if (Format::kHasNan && may_have_nan) {
+                const uint8_t* codes = static_cast<const uint8_t*>(matrix.weight) + whole_row * tile.row_bytes;
+                if (has_nan_code(codes, tile.row_bytes)) factor = __builtin_nanf("");
+            }
+            if constexpr (Z && G == 0) find_zero_points(matrix, whole_row, 1, 0, 1, zero_points[n]);
+            MOEREG_UNROLL
+            for (int m = 0; m < M; ++m) {
+                float sum = sum_of(sums[m][n]);
+                if constexpr (Format::kIsBytes && G == 0) sum += *group_zeros[m] * (Z ? *zero_points[n] : 1.0f);
+                out[m * out_stride + row_here - tile.begin] = sum * Format::kResult * factor;
             }
         }
-        first = last;
-    }
-    bool may_have_nan = false;
-    if constexpr (Format::kHasNan) may_have_nan = has_byte(seen[0], 0x7f) || has_byte(seen[1], 0xff);
-    MOEREG_UNROLL
-    for (int n = 0; n < N; ++n) {
-        if (row + n * apart >= end) break;
-        float factor = row_factor(matrix, expert, row + n * apart);
-        if (Format::kHasNan && may_have_nan) {
-            const uint8_t* codes = static_cast<const uint8_t*>(matrix.weight) + rows[n] * row_bytes;
-            if (has_nan_code(codes, row_bytes)) factor = __builtin_nanf("");
-        }
-        MOEREG_UNROLL
-        for (int m = 0; m < M; ++m) out[m * out_stride + n * apart] = sum_of(sums[m][n]) * Format::kResult * factor;
     }
 }
 
-template <class Format, int G, bool Z, int M>
-MOEREG_INLINE void multiply_group(
-    const moereg_cpu_matrix& matrix, int64_t expert, int64_t row, int64_t apart, int64_t end,
-    const uint8_t* const* packed, bool prefetches, float* out, int64_t out_stride) {
-    constexpr int N = rows_at_once<Format, M>();
-    for (int stream = 0; stream < kStreams; stream += N) {
-        const int64_t begin = row + stream * apart;
-        if (begin >= end) return;
-        multiply_rows<Format, G, Z, M>(
-            matrix, expert, begin, apart, end, packed, prefetches, out + stream * apart, out_stride);
+// Adds the products of M packed rows with N rows of weights over some blocks to sums[m * N + n].
+template <class Format, int M, int N>
+void multiply_span(
+    const uint8_t* const* weights, const uint8_t* const* packed, int64_t begin, int64_t end, Floats* sums) {
+    const uint8_t *block_weights[N], *block_inputs[M];
+    Floats local[M][N];
+    Bits seen[2];
+    MOEREG_UNROLL
+    for (int n = 0; n < N; ++n) block_weights[n] = weights[n];
+    MOEREG_UNROLL
+    for (int m = 0; m < M; ++m) {
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) local[m][n] = begin == 0 ? zeros() : sums[m * N + n];
+    }
+    for (int64_t block = begin; block < end; ++block) {
+        MOEREG_UNROLL
+        for (int m = 0; m < M; ++m) block_inputs[m] = packed[m] + block * packed_bytes<Format>();
+        add_block<Format, 0, M, N>(block_weights, block_inputs, nullptr, nullptr, local, seen);
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) block_weights[n] += kBlockWeightBytes<Format>;
+    }
+    MOEREG_UNROLL
+    for (int m = 0; m < M; ++m) {
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) sums[m * N + n] = local[m][n];
+    }
+}
+
+// The same numbers as multiply_rows gives, for many packed rows of plain weights. Spans of kSpan blocks of all packed
+// rows stay in the first cache, while kSpanRows rows of weights pass.
+template <class Format>
+void multiply_many(
+    const Tile<Format, 0>& tile, const uint8_t* const* packed, int64_t num_rows, float* out, int64_t out_stride) {
+    constexpr int M = 6, N = kLanes == 16 ? 4 : 2, block_bytes = kBlockWeightBytes<Format>;
+    const moereg_cpu_matrix& matrix = tile.matrix;
+    const int64_t num_blocks = blocks_of(matrix.columns), pieces = (num_rows + M - 1) / M;
+    const int64_t most = (num_rows + pieces - 1) / pieces;
+    const uint8_t* base = static_cast<const uint8_t*>(matrix.weight) + tile.expert * matrix.rows * tile.row_bytes;
+    Floats sums[kMaxRows * kSpanRows];
+    uint8_t copies[N][kSpan * block_bytes];
+    for (int64_t top = tile.begin; top < tile.end; top += kSpanRows) {
+        const int64_t count = smaller(kSpanRows, tile.end - top);
+        // What is fetched at a row's end: the rows that come next, if there are any.
+        const int64_t next = tile.next < 0 ? top : tile.next - tile.expert * matrix.rows;
+        const int64_t next_top = top + count < tile.end ? top + count : next;
+        for (int64_t begin = 0; begin < num_blocks; begin += kSpan) {
+            const int64_t end = smaller(begin + kSpan, num_blocks), place = begin * block_bytes;
+            const bool is_partial = end * kBlock > matrix.columns;
+            for (int64_t row = 0; row < count; row += N) {
+                const uint8_t* weights[N];
+                for (int n = 0; n < N; ++n) {
+                    // A row that is not there is the last one again, and its result is dropped.
+                    weights[n] = base + (top + smaller(row + n, count - 1)) * tile.row_bytes + place;
+                    const uint8_t* ahead = end < num_blocks ? weights[n] + kSpan * block_bytes
+                                                            : base + (next_top + row + n) * tile.row_bytes;
+                    for (int line = 0; line < kSpan * block_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+                    if (is_partial) {
+                        memset(copies[n], 0, sizeof copies[n]);
+                        memcpy(copies[n], weights[n], static_cast<size_t>(tile.row_bytes - place));
+                        weights[n] = copies[n];
+                    }
+                }
+                for (int64_t m = 0; m < num_rows; m += most) {
+                    Floats* to = sums + (row * num_rows + m * N);
+                    const uint8_t* const* at = packed + m;
+                    switch (smaller(most, num_rows - m)) {
+                        case 1: multiply_span<Format, 1, N>(weights, at, begin, end, to); break;
+                        case 2: multiply_span<Format, 2, N>(weights, at, begin, end, to); break;
+                        case 3: multiply_span<Format, 3, N>(weights, at, begin, end, to); break;
+                        case 4: multiply_span<Format, 4, N>(weights, at, begin, end, to); break;
+                        case 5: multiply_span<Format, 5, N>(weights, at, begin, end, to); break;
+                        default: multiply_span<Format, M, N>(weights, at, begin, end, to);
+                    }
+                }
+            }
+        }
+        for (int64_t row = 0; row < count; ++row) {
+            const Floats* from = sums + row / N * N * num_rows + row % N;
+            for (int64_t m = 0; m < num_rows; ++m) {
+                out[m * out_stride + top - tile.begin + row] = sum_of(from[m * N]) * Format::kResult;
+            }
+        }
     }
 }
 
 template <class Format, int G, bool Z>
 void multiply(
-    const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, const void* const* packed,
-    int64_t num_rows, float* out, int64_t out_stride) {
-    const uint8_t* const* inputs = reinterpret_cast<const uint8_t* const*>(packed);
-    const int64_t apart = (end - begin + kStreams - 1) / kStreams;
+    const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, int64_t next,
+    const void* const* packed, int64_t num_rows, float* out, int64_t out_stride) {
+    const Tile<Format, G> tile{matrix, expert, begin, end, next};
+    if constexpr (!Format::kIsInteger && !Format::kHasNan) {
+        if (num_rows > 4) {
+            multiply_many(tile, reinterpret_cast<const uint8_t* const*>(packed), num_rows, out, out_stride);
+            return;
+        }
+    }
     // One row of each stream stays in the first cache while all packed rows pass.
-    for (int64_t row = begin; row < begin + apart; ++row) {
+    const int64_t count = num_rows > 4 ? 1 : tile.apart;
+    for (int64_t row = begin; row < begin + tile.apart; row += count) {
         for (int64_t m = 0; m < num_rows; m += 4) {
-            const uint8_t* const* at = inputs + m;
-            float* to = out + m * out_stride + row - begin;
-            const bool is_first = m == 0;
+            const uint8_t* const* at = reinterpret_cast<const uint8_t* const*>(packed) + m;
+            float* to = out + m * out_stride;
             switch (num_rows - m) {
-                case 1:
-                    multiply_group<Format, G, Z, 1>(matrix, expert, row, apart, end, at, is_first, to, out_stride);
-                    break;
-                case 2:
-                    multiply_group<Format, G, Z, 2>(matrix, expert, row, apart, end, at, is_first, to, out_stride);
-                    break;
-                case 3:
-                    multiply_group<Format, G, Z, 3>(matrix, expert, row, apart, end, at, is_first, to, out_stride);
-                    break;
-                default:
-                    multiply_group<Format, G, Z, 4>(matrix, expert, row, apart, end, at, is_first, to, out_stride);
+                case 1: multiply_rows<Format, G, Z, 1>(tile, row, count, m == 0, at, to, out_stride); break;
+                case 2: multiply_rows<Format, G, Z, 2>(tile, row, count, m == 0, at, to, out_stride); break;
+                case 3: multiply_rows<Format, G, Z, 3>(tile, row, count, m == 0, at, to, out_stride); break;
+                default: multiply_rows<Format, G, Z, 4>(tile, row, count, m == 0, at, to, out_stride);
             }
         }
     }
@@ -607,14 +789,15 @@ struct Kernel {
     int32_t format;
     int32_t group_columns;
     bool has_zero_points;
-    int64_t packed_block_bytes;
+    bool rounds_tokens;
+    int64_t (*packed_row_bytes)(int64_t);
     void (*pack)(const moereg_cpu_matrix&, const void*, int32_t, float, void*);
     void (*product)(
-        const moereg_cpu_matrix&, int64_t, int64_t, int64_t, const void* const*, int64_t, float*, int64_t);
+        const moereg_cpu_matrix&, int64_t, int64_t, int64_t, int64_t, const void* const*, int64_t, float*, int64_t);
 };
 
-template <class Format, int G, bool Z> constexpr Kernel kernel(int32_t format) {
-    return {format, G, Z, packed_bytes<Format>(), pack_row<Format>, multiply<Format, G, Z>};
+template <class Format, int G, bool Z> constexpr Kernel kernel(int32_t format, bool rounds_tokens = false) {
+    return {format, G, Z, rounds_tokens, packed_row_bytes<Format, G>, pack_row<Format, G>, multiply<Format, G, Z>};
 }
 
 constexpr Kernel kKernels[] = {
@@ -622,6 +805,7 @@ constexpr Kernel kKernels[] = {
     kernel<Float16, 0, false>(MOEREG_CPU_F16),
     kernel<Float32, 0, false>(MOEREG_CPU_F32),
     kernel<Int8, 0, false>(MOEREG_CPU_I8),
+    kernel<Int8Tokens, 0, false>(MOEREG_CPU_I8, true),
     kernel<UInt4<false>, 128, false>(MOEREG_CPU_U4),
     kernel<UInt4<true>, 128, true>(MOEREG_CPU_U4),
     kernel<UInt4<false>, 64, false>(MOEREG_CPU_U4),
@@ -640,16 +824,17 @@ constexpr Kernel kKernels[] = {
 const Kernel* find_kernel(const moereg_cpu_matrix& matrix) {
     for (const Kernel& kernel : kKernels) {
         if (kernel.format == matrix.format && kernel.group_columns == matrix.group_columns &&
-            kernel.has_zero_points == (matrix.zero_point != nullptr)) {
+            kernel.has_zero_points == (matrix.zero_point != nullptr) &&
+            kernel.rounds_tokens == (matrix.rounds_tokens != 0)) {
             return &kernel;
         }
     }
     return nullptr;
 }
 
-int64_t packed_block_bytes(const moereg_cpu_matrix& matrix) {
+int64_t packed_row_bytes(const moereg_cpu_matrix& matrix) {
     const Kernel* found = find_kernel(matrix);
-    return found == nullptr ? 0 : found->packed_block_bytes;
+    return found == nullptr ? 0 : found->packed_row_bytes(matrix.columns);
 }
 
 void pack(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float factor, void* packed) {
@@ -657,9 +842,9 @@ void pack(const moereg_cpu_matrix& matrix, const void* row, int32_t format, floa
 }
 
 void product(
-    const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, const void* const* packed,
-    int64_t num_rows, float* out, int64_t out_stride) {
-    find_kernel(matrix)->product(matrix, expert, begin, end, packed, num_rows, out, out_stride);
+    const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, int64_t next,
+    const void* const* packed, int64_t num_rows, float* out, int64_t out_stride) {
+    find_kernel(matrix)->product(matrix, expert, begin, end, next, packed, num_rows, out, out_stride);
 }
 
 // In as many streams as products read.
@@ -683,7 +868,7 @@ uint64_t read(const void* memory, int64_t num_bytes) {
 }
 
 constexpr Table table_of(const char* name) {
-    return {name, packed_block_bytes, pack, product, activate, add_scaled, widen_floats, store_floats, read};
+    return {name, packed_row_bytes, pack, product, activate, add_scaled, widen_floats, store_floats, read};
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of the structures or functions below.
-#define MOEREG_CPU_API 1
+#define MOEREG_CPU_API 2
 
 enum moereg_cpu_format {
     MOEREG_CPU_F32 = 0,
@@ -46,6 +46,7 @@ struct moereg_cpu_matrix {
     int32_t group_rows;      // rows that share scales, or 0 for a whole matrix
     int32_t scale_halves;    // of a scale per matrix: 2 if gate and up have their own
     int32_t scale_2_halves;  // likewise
+    int32_t rounds_tokens;   // whether inputs are rounded to int8 with a scale per row; for I8
 };
 
 struct moereg_cpu_layer {

@@ -9,6 +9,7 @@ namespace {
 using moereg_cpu::kBlock;
 
 MOEREG_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+MOEREG_INLINE int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 MOEREG_INLINE int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
 MOEREG_INLINE float float_of_half(uint16_t half) {
@@ -32,18 +33,6 @@ MOEREG_INLINE uint16_t half_of(float value) {
     const uint32_t finite = magnitude < 113u << 23 ? small : usual;
     const uint32_t large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
     return static_cast<uint16_t>((magnitude >= 0x47800000 ? large : finite) | sign);
-}
-
-// A code of float8_e4m3fn, and one of float8_e8m0fnu.
-MOEREG_INLINE float float_of_e4m3(uint8_t code) {
-    const uint32_t magnitude = code & 0x7f, sign = static_cast<uint32_t>(code & 0x80) << 24;
-    const uint32_t scaled = bits_of(float_of(magnitude << 20) * 0x1p120f);
-    return float_of((magnitude == 0x7f ? 0x7fc00000u : scaled) | sign);
-}
-
-MOEREG_INLINE float float_of_e8m0(uint8_t code) {
-    const uint32_t bits = static_cast<uint32_t>(code) << 23;
-    return float_of(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : bits);
 }
 
 // Numbers [begin, begin + count) of a row times a factor, as floats.

@@ -20,8 +20,6 @@ namespace {
 // Columns of a task: enough to read ahead in, few enough for many threads to share one token's experts.
 constexpr int64_t kTileGates = 32;
 constexpr int64_t kTileColumns = 64;
-// Rows that one pass over a tile's weights serves. Their packed form should stay in the second cache.
-constexpr int64_t kMaxRows = 16;
 constexpr int64_t kAlignment = 64;
 // Longer calls run in pieces, each with at least kLeastTokens, whose routes' outputs take at most so many bytes of fp32.
 constexpr int64_t kPieceBytes = 64 << 20;
@@ -52,15 +50,14 @@ bool runs(int32_t table) {
     return table == 0;
 }
 
+// `count` rows in pieces of about equal size.
+int64_t rows_at_a_time(int64_t count) { return tiles_of(count, tiles_of(larger(count, 1), kMaxRows)); }
+
 int64_t item_bytes(int32_t format) { return format == MOEREG_CPU_F32 ? 4 : 2; }
 
 int64_t tokens_of_piece(const moereg_cpu_layer& layer, int64_t num_tokens, bool is_per_expert) {
     const int64_t rows = is_per_expert ? layer.num_local_experts : layer.top_k;
     return smaller(num_tokens, larger(kLeastTokens, kPieceBytes / (rows * layer.w2.rows * 4)));
-}
-
-int64_t packed_row_bytes(const Table& table, const moereg_cpu_matrix& matrix) {
-    return tiles_of(matrix.columns, kBlock) * table.packed_block_bytes(matrix);
 }
 
 // Cuts the workspace into parts.
@@ -116,7 +113,7 @@ struct Run {
         : layer(layer), call(call), threads(threads), table(table), first(first), num_tokens(num_tokens),
           is_per_expert(is_per_expert), hidden(layer.w2.rows), intermediate(layer.w2.columns),
           num_routes(num_tokens * (is_per_expert ? layer.num_local_experts : layer.top_k)),
-          packed_bytes(packed_row_bytes(table, layer.w13)), packed_inner_bytes(packed_row_bytes(table, layer.w2)) {}
+          packed_bytes(table.packed_row_bytes(layer.w13)), packed_inner_bytes(table.packed_row_bytes(layer.w2)) {}
 
     int64_t num_inputs() const { return is_per_expert ? num_routes : num_tokens; }
 
@@ -182,11 +179,14 @@ struct Run {
         for (int phase = 0; phase < 4; ++phase) new (&counters[phase]) Counter{0};
     }
 
+    // Runs tasks until there are none left. A thread claims one more before it runs one, and so knows what to prefetch;
+    // there is none if `next` is `count` or more.
     template <class Task> void take(int phase, int64_t count, Task task) {
-        for (;;) {
-            const int64_t place = counters[phase].value.fetch_add(1, std::memory_order_relaxed);
-            if (place >= count) return;
-            task(place);
+        const auto claim = [&] { return counters[phase].value.fetch_add(1, std::memory_order_relaxed); };
+        for (int64_t place = claim(); place < count;) {
+            const int64_t next = claim();
+            task(place, next);
+            place = next;
         }
     }
 
@@ -210,22 +210,30 @@ struct Run {
         for (int64_t m = 0; m < count; ++m) table.add_scaled(out + m * stride, bias, 1.0f, columns);
     }
 
-    void multiply_gates(int64_t place) {
+    // The row of a matrix with which a task begins, or -1.
+    int64_t first_row_of(const moereg_cpu_matrix& matrix, int64_t place, int64_t tiles, int64_t tile) const {
+        return place < num_experts * tiles ? experts[place / tiles] * matrix.rows + place % tiles * tile : -1;
+    }
+
+    void multiply_gates(int64_t place, int64_t next) {
         const int64_t tiles = tiles_of(intermediate, kTileGates);
         const int64_t expert = experts[place / tiles], begin = place % tiles * kTileGates;
+        const int64_t next_row = first_row_of(layer.w13, next, tiles, kTileGates);
         const int64_t columns = smaller(kTileGates, intermediate - begin);
         const int64_t stop = first_rows[expert + 1];
         const bool is_gated = layer.w13.rows == 2 * intermediate;
         float gates[kMaxRows * kTileGates], ups[kMaxRows * kTileGates];
         const void* inputs[kMaxRows];
-        for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
-            const int64_t count = smaller(kMaxRows, stop - row);
+        const int64_t most = rows_at_a_time(stop - first_rows[expert]);
+        for (int64_t row = first_rows[expert]; row < stop; row += most) {
+            const int64_t count = smaller(most, stop - row);
             for (int64_t m = 0; m < count; ++m) inputs[m] = packed + input_of(row + m) * packed_bytes;
-            table.product(layer.w13, expert, begin, begin + columns, inputs, count, gates, kTileGates);
+            const int64_t up = intermediate + begin, up_row = expert * layer.w13.rows + up;
+            table.product(layer.w13, expert, begin, begin + columns, is_gated ? up_row : next_row, inputs, count, gates,
+                          kTileGates);
             add_bias(layer.w13, expert, begin, columns, count, gates, kTileGates);
             if (is_gated) {
-                const int64_t up = intermediate + begin;
-                table.product(layer.w13, expert, up, up + columns, inputs, count, ups, kTileGates);
+                table.product(layer.w13, expert, up, up + columns, next_row, inputs, count, ups, kTileGates);
                 add_bias(layer.w13, expert, up, columns, count, ups, kTileGates);
             }
             for (int64_t m = 0; m < count; ++m) {
@@ -242,18 +250,20 @@ struct Run {
         }
     }
 
-    void multiply_down(int64_t place) {
+    void multiply_down(int64_t place, int64_t next) {
         const int64_t tiles = tiles_of(hidden, kTileColumns);
+        const int64_t next_row = first_row_of(layer.w2, next, tiles, kTileColumns);
         const int64_t expert = experts[place / tiles], begin = place % tiles * kTileColumns;
         const int64_t columns = smaller(kTileColumns, hidden - begin), stop = first_rows[expert + 1];
         const void* inputs[kMaxRows];
-        for (int64_t row = first_rows[expert]; row < stop; row += kMaxRows) {
-            const int64_t count = smaller(kMaxRows, stop - row);
+        const int64_t most = rows_at_a_time(stop - first_rows[expert]);
+        for (int64_t row = first_rows[expert]; row < stop; row += most) {
+            const int64_t count = smaller(most, stop - row);
             for (int64_t m = 0; m < count; ++m) inputs[m] = packed_inner + (row + m) * packed_inner_bytes;
             float products[kMaxRows * kTileColumns];
             float* out = is_per_expert ? products : rows + row * hidden + begin;
             const int64_t stride = is_per_expert ? kTileColumns : hidden;
-            table.product(layer.w2, expert, begin, begin + columns, inputs, count, out, stride);
+            table.product(layer.w2, expert, begin, begin + columns, next_row, inputs, count, out, stride);
             add_bias(layer.w2, expert, begin, columns, count, out, stride);
             for (int64_t m = 0; is_per_expert && m < count; ++m) {
                 store(products + m * kTileColumns, routes[row + m] * hidden + begin, columns);
@@ -287,14 +297,16 @@ struct Run {
         const unsigned modes = _mm_getcsr();
         _mm_setcsr(modes & ~0x8040u);
 #endif
-        take(0, is_per_expert ? num_rows : num_tokens, [this](int64_t place) { pack_input(place); });
+        take(0, is_per_expert ? num_rows : num_tokens, [this](int64_t place, int64_t) { pack_input(place); });
         wait();
-        take(1, num_experts * tiles_of(intermediate, kTileGates), [this](int64_t place) { multiply_gates(place); });
+        take(1, num_experts * tiles_of(intermediate, kTileGates),
+             [this](int64_t place, int64_t next) { multiply_gates(place, next); });
         wait();
-        take(2, num_experts * tiles_of(hidden, kTileColumns), [this](int64_t place) { multiply_down(place); });
+        take(2, num_experts * tiles_of(hidden, kTileColumns),
+             [this](int64_t place, int64_t next) { multiply_down(place, next); });
         if (!is_per_expert) {
             wait();
-            take(3, num_tokens * tiles_of(hidden, kSumColumns), [this](int64_t place) { add_routes(place); });
+            take(3, num_tokens * tiles_of(hidden, kSumColumns), [this](int64_t place, int64_t) { add_routes(place); });
         }
 #ifdef MOEREG_CPU_X86
         _mm_setcsr(modes);
@@ -338,7 +350,7 @@ MOEREG_CPU_EXPORT int64_t moereg_cpu_workspace_bytes(
 MOEREG_CPU_EXPORT int32_t moereg_cpu_run(
     const moereg_cpu_layer* layer, const moereg_cpu_call* call, const moereg_cpu_threads* threads, int32_t table) {
     const Table& chosen = *kTables[table];
-    if (chosen.packed_block_bytes(layer->w13) == 0 || chosen.packed_block_bytes(layer->w2) == 0) return 1;
+    if (chosen.packed_row_bytes(layer->w13) == 0 || chosen.packed_row_bytes(layer->w2) == 0) return 1;
     const bool is_per_expert = call->expert_num_rows != nullptr;
     const int64_t piece = tokens_of_piece(*layer, call->num_tokens, is_per_expert);
     for (int64_t first = 0; first < call->num_tokens; first += piece) {

@@ -11,21 +11,24 @@ namespace moereg_cpu {
 // Rows are packed in blocks of this many columns, the last one padded with zeros.
 constexpr int64_t kBlock = 128;
 
+// Packed rows of a product, at most. Their packed form should stay in the second cache.
+constexpr int64_t kMaxRows = 18;
+
 struct Table {
     const char* name;
 
-    // Bytes of a packed block of kBlock numbers, as the products with weights of a format read it; 0 if the table has
-    // no such product.
-    int64_t (*packed_block_bytes)(const moereg_cpu_matrix& matrix);
+    // Bytes of a packed row, as the products with a matrix read it; 0 if the table has no such product.
+    int64_t (*packed_row_bytes)(const moereg_cpu_matrix& matrix);
 
     // Packs `columns` numbers of `format`, each times `factor`.
     void (*pack)(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float factor, void* packed);
 
     // Products of packed rows with the rows [begin, end) of one expert's matrix, without bias:
-    // out[i * out_stride + n - begin].
+    // out[i * out_stride + n - begin]. `next` is the row, counted over all experts, with which the caller's next
+    // product begins, or -1.
     void (*product)(
-        const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, const void* const* packed,
-        int64_t num_rows, float* out, int64_t out_stride);
+        const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, int64_t next,
+        const void* const* packed, int64_t num_rows, float* out, int64_t out_stride);
 
     // gate[i] = activation(gate[i], up[i]); `up` is not read without a gate.
     void (*activate)(const moereg_cpu_layer& layer, float* gate, const float* up, int64_t count);

@@ -37,11 +37,12 @@ MOEREG_INLINE Bits load_bits(const void* from) { return _mm512_loadu_si512(from)
 MOEREG_INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 MOEREG_INLINE Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 MOEREG_INLINE Floats as_floats(Bits bits) { return _mm512_castsi512_ps(bits); }
+MOEREG_INLINE Bits as_bits(Floats numbers) { return _mm512_castps_si512(numbers); }
 MOEREG_INLINE Floats to_floats(Bits integers) { return _mm512_cvtepi32_ps(integers); }
 MOEREG_INLINE Bits both(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+MOEREG_INLINE Bits either(Bits a, Bits b) { return _mm512_or_si512(a, b); }
 MOEREG_INLINE Bits add32(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
-MOEREG_INLINE Bits subtract32(Bits a, Bits b) { return _mm512_sub_epi32(a, b); }
-MOEREG_INLINE Bits multiply32(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
+MOEREG_INLINE Bits larger_signed32(Bits a, Bits b) { return _mm512_max_epi32(a, b); }
 template <int N> MOEREG_INLINE Bits left32(Bits a) { return _mm512_slli_epi32(a, N); }
 template <int N> MOEREG_INLINE Bits signed_right32(Bits a) { return _mm512_srai_epi32(a, N); }
 template <int N> MOEREG_INLINE Bits left16(Bits a) { return _mm512_slli_epi16(a, N); }
@@ -82,23 +83,32 @@ MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {
     return _mm512_add_epi32(_mm512_madd_epi16(high, _mm512_set1_epi16(256)), ones);
 #endif
 }
+// kLanes bytes, each as a 32-bit integer.
+MOEREG_INLINE Bits load_bytes(const uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 MOEREG_INLINE Floats load_halves(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
-// Each of the first lanes' values for N lanes.
-template <int N> MOEREG_INLINE Bits spread_bits(const void* from) {
+// The first `count` of a register's numbers, and zeros.
+MOEREG_INLINE Floats load_first(const float* from, int64_t count) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+}
+// Each of the first kLanes / N numbers for N lanes.
+template <int N> MOEREG_INLINE Floats spread(const float* from) {
     if constexpr (N >= kLanes) {
-        return all_bits(load32(from));
+        return all(*from);
     } else if constexpr (N == 8) {
-        const __m512i both_values = _mm512_castsi128_si512(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
-        return _mm512_permutexvar_epi32(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), both_values);
+        const __m128i pair = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+        const __m512 values = _mm512_castps128_ps512(_mm_castsi128_ps(pair));
+        return _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), values);
     } else if constexpr (N == 4) {
-        const __m512i values = _mm512_castsi128_si512(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-        return _mm512_permutexvar_epi32(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0), values);
+        const __m512 values = _mm512_castps128_ps512(_mm_loadu_ps(from));
+        return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0), values);
     } else {
         static_assert(N == 2, "no such group");
-        const __m512i values = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
-        return _mm512_permutexvar_epi32(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), values);
+        const __m512 values = _mm512_castps256_ps512(_mm256_loadu_ps(from));
+        return _mm512_permutexvar_ps(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), values);
     }
 }
 MOEREG_INLINE float sum_of(Floats a) {
@@ -123,11 +133,12 @@ MOEREG_INLINE Bits load_bits(const void* from) { return _mm256_loadu_si256(stati
 MOEREG_INLINE Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 MOEREG_INLINE Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
 MOEREG_INLINE Floats as_floats(Bits bits) { return _mm256_castsi256_ps(bits); }
+MOEREG_INLINE Bits as_bits(Floats numbers) { return _mm256_castps_si256(numbers); }
 MOEREG_INLINE Floats to_floats(Bits integers) { return _mm256_cvtepi32_ps(integers); }
 MOEREG_INLINE Bits both(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+MOEREG_INLINE Bits either(Bits a, Bits b) { return _mm256_or_si256(a, b); }
 MOEREG_INLINE Bits add32(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
-MOEREG_INLINE Bits subtract32(Bits a, Bits b) { return _mm256_sub_epi32(a, b); }
-MOEREG_INLINE Bits multiply32(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
+MOEREG_INLINE Bits larger_signed32(Bits a, Bits b) { return _mm256_max_epi32(a, b); }
 template <int N> MOEREG_INLINE Bits left32(Bits a) { return _mm256_slli_epi32(a, N); }
 template <int N> MOEREG_INLINE Bits signed_right32(Bits a) { return _mm256_srai_epi32(a, N); }
 template <int N> MOEREG_INLINE Bits left16(Bits a) { return _mm256_slli_epi16(a, N); }
@@ -152,19 +163,27 @@ MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {
     const Bits ones = _mm256_madd_epi16(low, _mm256_set1_epi16(1));
     return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), ones);
 }
+MOEREG_INLINE Bits load_bytes(const uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
 MOEREG_INLINE Floats load_halves(const void* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
-template <int N> MOEREG_INLINE Bits spread_bits(const void* from) {
+MOEREG_INLINE Floats load_first(const float* from, int64_t count) {
+    static constexpr int32_t kMask[2 * kLanes] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    return _mm256_maskload_ps(from, load_bits(kMask + kLanes - count));
+}
+template <int N> MOEREG_INLINE Floats spread(const float* from) {
     if constexpr (N >= kLanes) {
-        return all_bits(load32(from));
+        return all(*from);
     } else if constexpr (N == 4) {
-        const __m256i values = _mm256_castsi128_si256(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
-        return _mm256_permutevar8x32_epi32(values, _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
+        double pair;
+        memcpy(&pair, from, sizeof pair);
+        return _mm256_permutevar_ps(_mm256_castpd_ps(_mm256_set1_pd(pair)), _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
     } else {
         static_assert(N == 2, "no such group");
-        const __m256i values = _mm256_castsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-        return _mm256_permutevar8x32_epi32(values, _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0));
+        const __m256 values = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+        return _mm256_permutevar_ps(values, _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0));
     }
 }
 MOEREG_INLINE float sum_of(Floats a) {
@@ -196,6 +215,7 @@ MOEREG_INLINE Bits load_bits(const void* from) {
     return bits;
 }
 MOEREG_INLINE Floats as_floats(Bits bits) { return reinterpret_cast<Floats>(bits); }
+MOEREG_INLINE Bits as_bits(Floats numbers) { return reinterpret_cast<Bits>(numbers); }
 MOEREG_INLINE Floats load(const float* from) { return as_floats(load_bits(from)); }
 MOEREG_INLINE Floats multiply(Floats a, Floats b) { return a * b; }
 MOEREG_INLINE Floats multiply_add(Floats a, Floats b, Floats sum) { return a * b + sum; }
@@ -203,9 +223,12 @@ MOEREG_INLINE Floats to_floats(Bits integers) {
     return __builtin_convertvector(reinterpret_cast<Signed>(integers), Floats);
 }
 MOEREG_INLINE Bits both(Bits a, Bits b) { return a & b; }
+MOEREG_INLINE Bits either(Bits a, Bits b) { return a | b; }
 MOEREG_INLINE Bits add32(Bits a, Bits b) { return a + b; }
-MOEREG_INLINE Bits subtract32(Bits a, Bits b) { return a - b; }
-MOEREG_INLINE Bits multiply32(Bits a, Bits b) { return a * b; }
+MOEREG_INLINE Bits larger_signed32(Bits a, Bits b) {
+    const Signed one = reinterpret_cast<Signed>(a), other = reinterpret_cast<Signed>(b);
+    return reinterpret_cast<Bits>(one > other ? one : other);
+}
 template <int N> MOEREG_INLINE Bits left32(Bits a) { return a << N; }
 template <int N> MOEREG_INLINE Bits signed_right32(Bits a) {
     return reinterpret_cast<Bits>(reinterpret_cast<Signed>(a) >> N);
@@ -252,6 +275,11 @@ MOEREG_INLINE Bits combine_bytes(Bits high, Bits low) {
     const Bits even = left32<8>(signed_right32<16>(left32<16>(high))) + signed_right32<16>(left32<16>(low));
     return even + left32<8>(signed_right32<16>(high)) + signed_right32<16>(low);
 }
+MOEREG_INLINE Bits load_bytes(const uint8_t* from) {
+    Bits bits;
+    for (int lane = 0; lane < kLanes; ++lane) bits[lane] = from[lane];
+    return bits;
+}
 MOEREG_INLINE Floats load_halves(const void* from) {
     typedef uint16_t EightShorts __attribute__((vector_size(16)));
     EightShorts halves;
@@ -262,14 +290,15 @@ MOEREG_INLINE Floats load_halves(const void* from) {
     const Bits special = reinterpret_cast<Bits>(magnitude > 0x7bff) & 0x7f800000;
     return as_floats(scaled | special | (bits & 0x8000) << 16);
 }
-template <int N> MOEREG_INLINE Bits spread_bits(const void* from) {
-    if constexpr (N >= kLanes) {
-        return all_bits(load32(from));
-    } else {
-        Bits bits;
-        for (int lane = 0; lane < kLanes; ++lane) bits[lane] = load32(static_cast<const char*>(from) + 4 * (lane / N));
-        return bits;
-    }
+MOEREG_INLINE Floats load_first(const float* from, int64_t count) {
+    Floats values{};
+    for (int lane = 0; lane < count; ++lane) values[lane] = from[lane];
+    return values;
+}
+template <int N> MOEREG_INLINE Floats spread(const float* from) {
+    Floats values;
+    for (int lane = 0; lane < kLanes; ++lane) values[lane] = from[lane / N];
+    return values;
 }
 MOEREG_INLINE float sum_of(Floats a) {
     return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
@@ -277,10 +306,18 @@ MOEREG_INLINE float sum_of(Floats a) {
 
 #endif
 
+// Loads once what several instructions read, which compilers else load for each of them.
+MOEREG_INLINE Bits in_register(Bits bits) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(bits));
+#elif defined(__AVX2__)
+    asm("" : "+x"(bits));
+#endif
+    return bits;
+}
+
 constexpr int kBytes = 4 * kLanes;
 constexpr int kShorts = 2 * kLanes;
-
-template <int N> MOEREG_INLINE Floats spread(const float* from) { return as_floats(spread_bits<N>(from)); }
 
 MOEREG_INLINE float float_of(uint32_t bits) {
     float value;

@@ -19,7 +19,7 @@ namespace {
 struct Scheme {
     const char* name;
     int32_t format, scale_format, group_columns, group_rows;
-    bool has_zero_points, has_second_scale;
+    bool has_zero_points, has_second_scale, rounds_tokens = false;
 };
 
 constexpr Scheme kSchemes[] = {
@@ -27,6 +27,7 @@ constexpr Scheme kSchemes[] = {
     {"f16", MOEREG_CPU_F16, 0, 0, 0, false, false},
     {"bf16", MOEREG_CPU_BF16, 0, 0, 0, false, false},
     {"int8", MOEREG_CPU_I8, MOEREG_CPU_F32, 0, 1, false, false},
+    {"int8 tokens", MOEREG_CPU_I8, MOEREG_CPU_F32, 0, 1, false, false, true},
     {"fp8 tensor", MOEREG_CPU_E4M3, MOEREG_CPU_F32, 0, 0, false, false},
     {"fp8 channel", MOEREG_CPU_E4M3, MOEREG_CPU_F32, 0, 1, false, false},
     {"fp8 block", MOEREG_CPU_E4M3, MOEREG_CPU_F32, 128, 128, false, false},
@@ -65,6 +66,7 @@ Tensors fill(moereg_cpu_matrix& matrix, const Scheme& scheme, int64_t experts, i
     matrix.group_columns = scheme.group_columns;
     matrix.group_rows = scheme.group_rows;
     matrix.scale_halves = matrix.scale_2_halves = 1;
+    matrix.rounds_tokens = scheme.rounds_tokens;
     matrix.bias_format = MOEREG_CPU_BF16;
     Tensors tensors;
     const int64_t bits[] = {32, 16, 16, 8, 8, 4, 4};

@@ -148,6 +148,19 @@ def test_router_weight_on_input(table: str) -> None:
     assert error_of(problem, 7, table) < 1
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_tokens_are_rounded_to_int8(table: str) -> None:
+    problem = MoEProblem(**SIZES, quant="int8_w8a8")
+    weights, inputs = make_weights(problem), make_inputs(problem, 4)
+    outputs = []
+    for small in (0.0, 0.4, 0.6):
+        inputs.hidden_states.fill_(small)
+        inputs.hidden_states[:, 0] = 127  # The scale is 1.
+        outputs.append(run(problem, weights, inputs, table))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
 @pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g128", "mxfp4_w4a16"])
 def test_any_number_of_threads_gives_the_same_bits(quant: str) -> None:
     problem = MoEProblem(num_experts=8, hidden_size=384, intermediate_size=320, top_k=3, quant=quant)

@@ -47,10 +47,11 @@ FP8_WEIGHTS: Final = (
 INTEGER_PRODUCTS: Final = (
     *(f"int4_w4a16_g{group}{zero}" for group in (32, 64, 128, "all") for zero in ("", "_zp")),
     "int8_w8a16",
+    "int8_w8a8",
     "mxfp4_w4a16",
     "nvfp4_w4a16",
 )
-"""Schemes whose products are of 16-bit integers: exact enough for 16-bit layers, and not for fp32."""
+"""Schemes whose products are of integers, at most 16-bit ones: exact enough for 16-bit layers, and not for fp32."""
 
 _16_BITS: Final = ("bfloat16", "float16")
 
@@ -131,8 +132,8 @@ class _CpuExperts(Experts):
         problem, activation = self.problem, self.problem.activation
         inner, hidden = problem.intermediate_size, problem.hidden_size
         return Layer(
-            w13=_matrix(problem, activation.num_halves * inner, hidden),
-            w2=_matrix(problem, hidden, inner),
+            w13=_matrix(problem, self.computes, activation.num_halves * inner, hidden),
+            w2=_matrix(problem, self.computes, hidden, inner),
             num_experts=problem.num_experts,
             num_local_experts=problem.num_local_experts,
             top_k=problem.top_k,
@@ -146,7 +147,7 @@ class _CpuExperts(Experts):
         )
 
 
-def _matrix(problem: MoEProblem, rows: int, columns: int) -> Matrix:
+def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int) -> Matrix:
     fmt = problem.quant.weight
     if fmt is None:
         return Matrix(rows=rows, columns=columns, format=FORMATS[problem.dtype])
@@ -158,6 +159,7 @@ def _matrix(problem: MoEProblem, rows: int, columns: int) -> Matrix:
         scale_format=FORMATS[fmt.scale_dtype],
         group_columns=group_columns,
         group_rows=group_rows,
+        rounds_tokens=computes.name == "int8_w8a8",
     )
 
 

@@ -17,7 +17,7 @@ ISA_VARIABLE: Final = "MOEREG_CPU_ISA"
 
 PATH: Final = Path(__file__).parent / "libmoereg_cpu.so"
 
-_API: Final = 1
+_API: Final = 2
 
 _pointer, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -54,6 +54,7 @@ class Matrix(ctypes.Structure):
         ("group_rows", _int32),
         ("scale_halves", _int32),
         ("scale_2_halves", _int32),
+        ("rounds_tokens", _int32),
     )
 
 
