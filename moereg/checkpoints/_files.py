@@ -35,14 +35,18 @@ _LARGEST_INDEX: Final = 256 * 2**20
 _LARGEST_HEADER: Final = 100_000_000
 # Loading a pickle runs its code, so pickles are named in the error and never opened.
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
-# Dtypes of fused experts' formats.
 _ROW_DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
-    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
 }
+"""Dtypes of tensors with all experts, of which rows are read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,7 @@ class CheckpointFiles(contextlib.ExitStack):
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
         """The checkpoint's quantization config and the file that holds it; None if no file does."""
+        found: tuple[Mapping[str, Any], str] | None = None
         for config in (self._full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)
@@ -104,11 +109,15 @@ class CheckpointFiles(contextlib.ExitStack):
                         f"{self.path / 'config.json'}: {key} must be a JSON object, got {shown(quantization)}; take "
                         "config.json from the model's publisher"
                     )
-                return quantization, "config.json"
-        # ModelOpt writes a separate file, and some of its exports leave config.json as it was.
+                # DeepSeek-V4 has it beside, its successors inside.
+                beside = {"expert_dtype": self.config["expert_dtype"]} if "expert_dtype" in self.config else {}
+                found = {**beside, **quantization}, "config.json"
+                if quantization.get("quant_algo") != "MIXED_PRECISION" or quantization.get("quantized_layers"):
+                    return found
+        # ModelOpt writes a separate file, and some of its exports leave config.json as it was, or without the map.
         model_opt_path = self.find(_MODEL_OPT)
         if model_opt_path is None:
-            return None
+            return found
         quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):
             raise CheckpointError(
@@ -182,8 +191,8 @@ class CheckpointFiles(contextlib.ExitStack):
         if name not in self.file_of:
             source = INDEX if os.path.isfile(self.path / INDEX) else SINGLE
             raise CheckpointError(
-                f"tensor {name!r} is missing from {self.path / source}; download the checkpoint again, or check that "
-                "config.json belongs to it"
+                f"tensor {name!r} is missing from {self.path / source}; use the config.json that belongs to these "
+                "tensors, or export the checkpoint with that tensor"
             )
         return self.file_of[name]
 

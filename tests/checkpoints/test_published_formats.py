@@ -1,0 +1,546 @@
+"""Layers in the layouts that publishers and tools write, read by moereg and dequantized by an own rule.
+
+Names and config fields are those of nvidia-modelopt 0.47, DeepSeek-V4, llm-compressor 0.14, transformers 5.23,
+auto-round 0.16 and amd-quark 0.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moereg.checkpoints import CheckpointLayer, load_experts, read_problem
+from moereg.errors import CheckpointError
+from moereg.quantize import dequantize_weights
+from tests.checkpoints import published
+from tests.checkpoints.published import BLOCK, GATE_UP_DOWN, NUM_EXPERTS, QWEN, Layer, fused, layer_of
+
+partial = functools.partial
+ODD: Final = (37, 23)
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "*.gate"], **more}
+
+
+def mixed(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    attention = {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}
+    return modelopt("MIXED_PRECISION", quantized_layers={**attention, **layers})
+
+
+NVFP4: Final = {"quant_algo": "NVFP4", "group_size": 16}
+BY_PROJECTION: Final = {f"{BLOCK}.experts.{e}.{name}": NVFP4 for e in range(NUM_EXPERTS) for name in GATE_UP_DOWN}
+DEEPSEEK_V4: Final = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 1,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 0,
+    "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.5,
+    "dtype": "bfloat16",
+}
+FP8_BLOCK: Final = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+IN_V4: Final = {"block": "layers.0.ffn", "names": ("w1", "w3", "w2")}
+
+
+def in_v4(**family: Any) -> dict[str, Any]:
+    bias = {"layers.0.ffn.gate.bias": torch.randn(NUM_EXPERTS)}
+    return {**IN_V4, "family": {**DEEPSEEK_V4, **family}, "extra": bias}
+
+
+def compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    ignore = ["lm_head", "re:.*gate$", "re:.*router.*"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
+
+
+def arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": False, "symmetric": True, **more}
+
+
+FP8_DYNAMIC: Final = compressed(
+    "float-quantized", arguments(8, "float", "channel"), arguments(8, "float", "token") | {"dynamic": True}
+)
+INT4: Final = compressed("pack-quantized", arguments(4, "int", "group", group_size=32), None)
+GRANITE: Final = {**QWEN, "model_type": "granitemoe", "num_local_experts": NUM_EXPERTS, "shared_intermediate_size": 0}
+IN_GRANITE: Final[dict[str, Any]] = {
+    "family": {name: value for name, value in GRANITE.items() if name not in ("num_experts", "norm_topk_prob")},
+    "block": "model.layers.0.block_sparse_moe",
+    "router": "router.layer",
+    "intermediate": "intermediate_size",
+}
+GPT_OSS: Final = {**IN_GRANITE["family"], "model_type": "gpt_oss"}
+IN_GPT_OSS: Final[dict[str, Any]] = {
+    "family": GPT_OSS,
+    "router": "router",
+    "has_bias": True,
+    "intermediate": "intermediate_size",
+}
+LLAMA4: Final = {**GPT_OSS, "model_type": "llama4_text", "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
+IN_LLAMA4: Final[dict[str, Any]] = {
+    "family": LLAMA4,
+    "block": "model.layers.0.feed_forward",
+    "router": "router",
+    "intermediate": "intermediate_size",
+}
+
+
+def parameters(name: str, part: str) -> str:
+    """As transformers' FP8Experts has them."""
+    return name if part == "weight" else f"{name}_{part.removeprefix('weight_')}"
+
+
+def long_parameters(name: str, part: str) -> str:
+    """As ModelOpt has them."""
+    return name if part == "weight" else f"{name}_{part}"
+
+
+def auto_round(packing: str, **more: Any) -> dict[str, Any]:
+    settings = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int", "act_bits": 16, "iters": 200}
+    extra = {f"{BLOCK}.gate": {"bits": 16}, ".*self_attn.*": {"bits": 8}}
+    return {"quant_method": "auto-round", "packing_format": packing, **settings, "extra_config": extra, **more}
+
+
+def quark(weight: Mapping[str, Any], inputs: Mapping[str, Any] | None, **more: Any) -> dict[str, Any]:
+    export = {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": inputs, "bias": None, "output_tensors": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head", "*.mlp.gate"],
+        "export": export,
+        **more,
+    }
+
+
+def spec(dtype: str, qscheme: str, is_dynamic: bool = False, **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "qscheme": qscheme, "is_dynamic": is_dynamic, "symmetric": True, "ch_axis": 0, **more}
+
+
+MX: Final = {"group_size": 32, "scale_format": "e8m0"}
+QUARK_MXFP4: Final = quark(spec("fp4", "per_group", **MX), spec("fp4", "per_group", True, **MX))
+TO_CHANNEL: Final = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
+    # ModelOpt: by projection, by a module around them, in other letters, under another class's prefix.
+    "mixed": ("nvfp4", lambda: layer_of(published.nvfp4, mixed(BY_PROJECTION), sizes=(80, 48))),
+    "mixed coarse": ("nvfp4", lambda: layer_of(published.nvfp4, mixed({f"{BLOCK}.experts": NVFP4}), sizes=(80, 48))),
+    "mixed by layer": (
+        "fp8_channel_token",
+        lambda: layer_of(
+            partial(published.per_channel, is_flat=True),
+            mixed({"model.layers.0.mlp": {"quant_algo": "fp8_per_channel_per_token"}, "mtp.layers.0.mlp": NVFP4}),
+            sizes=ODD,
+        ),
+    ),
+    "mixed, prefix": (
+        "mxfp8",
+        lambda: layer_of(
+            published.mxfp8,
+            mixed({"language_model.model.layers.0.mlp.experts": {"quant_algo": "MXFP8", "group_size": 32}}),
+            block="model.language_model.layers.0.mlp",
+        ),
+    ),
+    "modelopt_fp8": ("fp8_tensor_static", lambda: layer_of(published.per_tensor, modelopt("FP8"), sizes=ODD)),
+    "modelopt_pb": (
+        "fp8_block128",
+        lambda: layer_of(
+            partial(published.blocks, name="weight_scale", is_wide=True), modelopt("fp8_pb_wo"), sizes=(136, 128)
+        ),
+    ),
+    "modelopt_mxfp4": ("mxfp4_w4a16", lambda: layer_of(published.mxfp4, modelopt("mxfp4", group_size=32))),
+    "modelopt_w4a8": (
+        "mxfp4_w4a16",
+        lambda: layer_of(partial(published.mxfp4, input_scale=0.5), modelopt("W4A8_MXFP4_FP8", group_size=32)),
+    ),
+    "modelopt_int8": ("int8_w8a16", lambda: layer_of(published.int8_channel, modelopt("W8A16"), sizes=ODD)),
+    "modelopt_fp4": (
+        "nvfp4_w4a16",
+        lambda: layer_of(
+            partial(published.nvfp4, has_inputs=False),
+            modelopt(
+                "NVFP4", quant_method="modelopt_fp4", config_groups={"g": {"weights": {}, "input_activations": None}}
+            ),
+            sizes=(80, 48),
+        ),
+    ),
+    "weight only with inputs": (
+        "nvfp4_w4a16",
+        lambda: layer_of(published.nvfp4, modelopt("W4A16_NVFP4", group_size=16), sizes=(80, 48)),
+    ),
+    # DeepSeek-V4, with fp4 and with fp8 experts.
+    "deepseek_v4": (
+        "mxfp4_mxfp8",
+        lambda: layer_of(published.deepseek_v4, FP8_BLOCK, **in_v4(expert_dtype="fp4")),
+    ),
+    "deepseek_v4.1": (
+        "mxfp4_mxfp8",
+        lambda: layer_of(published.deepseek_v4, {**FP8_BLOCK, "expert_dtype": "fp4"}, **in_v4()),
+    ),
+    "deepseek_v4 fp8": (
+        "fp8_block128",
+        lambda: layer_of(partial(published.blocks, name="scale"), FP8_BLOCK, sizes=(136, 256), **in_v4()),
+    ),
+    "deepseek_v4 nvfp4": ("nvfp4", lambda: layer_of(published.nvfp4, modelopt("NVFP4"), sizes=(80, 48), **in_v4())),
+    # Divided by llm-compressor.
+    "granite": ("fp8_channel_token", lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GRANITE)),
+    "gpt_oss": ("fp8_channel_token", lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GPT_OSS)),
+    "llama4": ("int4_w4a16_g32", lambda: layer_of(published.packed_int4, INT4, **IN_LLAMA4)),
+    "mixtral": (
+        "mxfp4_w4a16",
+        lambda: layer_of(
+            published.mxfp4,
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+            family={**GPT_OSS, "model_type": "mixtral"},
+            block="model.layers.0.block_sparse_moe",
+            names=("w1", "w3", "w2"),
+            intermediate="intermediate_size",
+        ),
+    ),
+    # Fused.
+    "fused granite": (
+        "fp8_channel_token",
+        lambda: fused(
+            layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GRANITE),
+            block=IN_GRANITE["block"],
+            names=("input_linear", "output_linear"),
+        ),
+    ),
+    "fused fp8": (
+        "fp8_block128",
+        lambda: fused(layer_of(published.blocks, FP8_BLOCK, sizes=(136, 128)), rename=parameters),
+    ),
+    "fused fp8 per matrix": (
+        "fp8_tensor_dynamic",
+        lambda: fused(
+            layer_of(
+                partial(published.per_tensor, is_static=False, shape=(1, 1)),
+                {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+                sizes=ODD,
+            ),
+            rename=parameters,
+        ),
+    ),
+    "fused fp4": (
+        "mxfp4_mxfp8",
+        lambda: fused(
+            layer_of(partial(published.mxfp4, scale="weight_scale_inv"), {**FP8_BLOCK, "expert_dtype": "fp4"}),
+            rename=parameters,
+        ),
+    ),
+    "fused mxfp8": (
+        "mxfp8",
+        lambda: fused(
+            layer_of(partial(published.mxfp8, name="weight_scale_inv"), {**FP8_BLOCK, "weight_block_size": [1, 32]}),
+            rename=parameters,
+        ),
+    ),
+    "fused packed": ("int4_w4a16_g32", lambda: fused(layer_of(published.packed_int4, INT4), rename=parameters)),
+    "fused packed modules": ("int4_w4a16_g32", lambda: fused(layer_of(published.packed_int4, INT4))),
+    "fused llama4": (
+        "nvfp4",
+        lambda: fused(
+            layer_of(published.nvfp4, modelopt("NVFP4", ignore=["*router*"]), sizes=(80, 48), **IN_LLAMA4),
+            block=IN_LLAMA4["block"],
+            rename=long_parameters,
+            is_transposed=True,
+        ),
+    ),
+    "fused gpt_oss": (
+        "fp8_channel_token",
+        lambda: fused(
+            layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GPT_OSS),
+            rename=long_parameters,
+            is_interleaved=True,
+        ),
+    ),
+    # AutoRound.
+    "auto_round auto_gptq": ("int4_w4a16_g32", lambda: layer_of(published.gptq, auto_round("auto_round:auto_gptq"))),
+    "auto_round": (
+        "int4_w4a16_g32_zp",
+        lambda: layer_of(
+            partial(published.gptq, offset=0, is_symmetric=False), auto_round("auto_round:gptqmodel", sym=False)
+        ),
+    ),
+    "auto_round auto_awq": (
+        "int4_w4a16_g32_zp",
+        lambda: layer_of(published.awq, auto_round("auto_round:auto_awq", sym=False)),
+    ),
+    "auto_round mx": (
+        "mxfp4_w4a16",
+        lambda: layer_of(
+            partial(published.mxfp4, weight="weight_packed"),
+            auto_round("auto_round:mx_fp", data_type="mx_fp", act_bits=4, act_group_size=32, act_data_type="mx_fp"),
+        ),
+    ),
+    "auto_round nv": (
+        "nvfp4",
+        lambda: layer_of(
+            published.nvfp4_divided,
+            auto_round("auto_round:nv_fp", data_type="nv_fp", group_size=16, act_bits=4, act_group_size=16),
+            sizes=(80, 48),
+        ),
+    ),
+    "auto_round fp8": (
+        "fp8_block128",
+        lambda: layer_of(
+            published.blocks,
+            auto_round("auto_round:fp8", data_type="fp", bits=8, group_size=[128, 128], act_bits=8, act_group_size=128),
+            sizes=(136, 128),
+        ),
+    ),
+    # Quark.
+    "quark fp8": (
+        "fp8_tensor_static",
+        lambda: layer_of(
+            published.per_tensor, quark(spec("fp8_e4m3", "per_tensor"), spec("fp8_e4m3", "per_tensor")), sizes=ODD
+        ),
+    ),
+    "quark ptpc": (
+        "fp8_channel_token",
+        lambda: layer_of(
+            partial(published.per_channel, is_flat=True),
+            quark(spec("fp8_e4m3", "per_channel"), spec("fp8_e4m3", "per_channel", True)),
+            sizes=ODD,
+        ),
+    ),
+    "quark mxfp4": ("mxfp4_w4a16", lambda: layer_of(published.mxfp4, QUARK_MXFP4)),
+    "quark by layer": (
+        "mxfp4_w4a16",
+        lambda: layer_of(
+            published.mxfp4,
+            quark(
+                spec("int8", "per_channel"),
+                spec("int8", "per_tensor"),
+                layer_quant_config={"*.experts.*": {"weight": spec("fp4", "per_group", **MX), "input_tensors": None}},
+            ),
+        ),
+    ),
+    # Routers that are quantized.
+    "gptq with its router": (
+        "int4_w4a16_g32",
+        lambda: layer_of(
+            published.gptq,
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+            router_writer=lambda rows, columns: _padded_gptq(rows, columns),
+        ),
+    ),
+    "fp8 with its router": (
+        "fp8_block128",
+        lambda: layer_of(published.blocks, FP8_BLOCK, sizes=(136, 128), router_writer=published.blocks),
+    ),
+}
+
+
+def _padded_gptq(rows: int, columns: int) -> published.Stored:
+    """Three experts in words of eight rows: GPTQModel pads zero points."""
+    tensors, values = published.gptq(8, columns)
+    tensors["qweight"], tensors["scales"] = tensors["qweight"][:, :rows], tensors["scales"][:, :rows]
+    return tensors, values[:rows]
+
+
+def write(path: Path, layer: Layer) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(layer.config))
+    for name, content in layer.files.items():
+        (path / name).write_text(json.dumps(content))
+    save_file(layer.tensors, path / "model.safetensors")
+    return path
+
+
+def made(name: str) -> Layer:
+    torch.manual_seed(sum(name.encode()))
+    return LAYERS[name][1]()
+
+
+def check(found: CheckpointLayer, layer: Layer) -> None:
+    # compressed-tensors' global scale is divided by: one rounding in fp32.
+    for ours, theirs in zip(dequantize_weights(found.weights, torch.float64), (layer.w13, layer.w2), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_stands_for_what_its_files_say(tmp_path: Path, name: str) -> None:
+    layer = made(name)
+    path = write(tmp_path, layer)
+    found = load_experts(path, 0)
+    assert found.problem.quant.name == LAYERS[name][0]
+    assert read_problem(path, 0) == found.problem
+    check(found, layer)
+    torch.testing.assert_close(found.router_weight.double(), layer.router.to(found.router_weight.dtype).double())
+    if found.problem.has_bias:
+        ours = found.weights.w13_bias
+        assert ours is not None
+        gate, up = (layer.tensors.get(f"{BLOCK}.experts.1.{part}_proj.bias") for part in ("gate", "up"))
+        expected = layer.tensors.get(f"{BLOCK}.experts.gate_up_proj_bias")
+        both = torch.cat([expected[1, 0::2], expected[1, 1::2]]) if expected is not None else torch.cat([gate, up])
+        assert torch.equal(ours[1], both)
+    rank = load_experts(path, 0, num_local_experts=1, ep_rank=2)
+    assert torch.equal(rank.weights.w2.view(torch.uint8), found.weights.w2[2:].view(torch.uint8))
+
+
+ONE_NVFP4: Final = partial(layer_of, published.nvfp4, modelopt("NVFP4", group_size=16), sizes=(80, 48))
+
+
+@pytest.mark.parametrize("where", ["hf_quant_config", "both", "nested", "nameless"])
+def test_modelopt_says_it_in_any_of_four_ways(tmp_path: Path, where: str) -> None:
+    """Its own file; config.json without the map; the whole of its file in config.json; without a method."""
+    layer = layer_of(published.nvfp4, mixed(BY_PROJECTION), sizes=(80, 48))
+    own = {key: value for key, value in layer.config["quantization_config"].items() if key != "quant_method"}
+    outer = {
+        "hf_quant_config": None,
+        "both": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        "nested": {"producer": {"name": "modelopt"}, "quantization": own, "quant_method": "modelopt"},
+        "nameless": own,
+    }
+    layer.config["quantization_config"] = outer[where]
+    if where in ("hf_quant_config", "both"):
+        layer.files["hf_quant_config.json"] = {"producer": {"name": "modelopt"}, "quantization": own}
+    found = load_experts(write(tmp_path, layer), 0)
+    assert found.problem.quant.name == "nvfp4"
+    check(found, layer)
+
+
+def _scales_of(layer: Layer, name: str = "input_scale") -> list[list[float]]:
+    parts = [f"{BLOCK}.experts.{{}}.{projection}.{name}" for projection in GATE_UP_DOWN]
+    return [[float(layer.tensors[part.format(expert)]) for part in parts] for expert in range(NUM_EXPERTS)]
+
+
+@pytest.mark.parametrize("value", [None, 0.0, float("inf")])
+@pytest.mark.parametrize("writer", [published.nvfp4, published.nvfp4_divided], ids=["modelopt", "compressed_tensors"])
+def test_an_expert_that_was_never_calibrated_takes_the_largest_scale(tmp_path: Path, writer: Any, value: Any) -> None:
+    inputs = arguments(4, "float", "tensor_group", group_size=16) | {"dynamic": "local"}
+    nvfp4 = compressed("nvfp4-pack-quantized", arguments(4, "float", "tensor_group", group_size=16), inputs)
+    is_divided = writer is not published.nvfp4
+    layer = layer_of(writer, nvfp4 if is_divided else modelopt("NVFP4"), sizes=(80, 48))
+    name = "input_global_scale" if is_divided else "input_scale"
+    whole = torch.tensor(_scales_of(layer, name))
+    whole = 1 / whole if is_divided else whole
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        del layer.tensors[f"{BLOCK}.experts.1.{projection}.{name}"]
+        if value is not None:
+            layer.tensors[f"{BLOCK}.experts.1.{projection}.{name}"] = torch.tensor(value)
+    found = load_experts(write(tmp_path, layer), 0)
+    a13, a2 = found.weights.a13_scale, found.weights.a2_scale
+    assert a13 is not None
+    assert a2 is not None
+    assert a13[[0, 2]].tolist() == whole[[0, 2], :2].amax(1).tolist()
+    assert a13[1] == a13.max() == whole[[0, 2], :2].max()
+    assert a2[1] == a2.max() == whole[[0, 2], 2].max()
+    (note,) = found.notices
+    assert note.startswith("layer 0: experts 1 have no finite positive input scale")
+    check(found, layer)
+
+
+def test_gate_and_up_share_the_scale_that_one_of_them_has(tmp_path: Path) -> None:
+    layer = ONE_NVFP4()
+    del layer.tensors[f"{BLOCK}.experts.1.gate_proj.input_scale"]
+    layer.tensors[f"{BLOCK}.experts.2.up_proj.input_scale"] = torch.tensor(0.0)
+    found = load_experts(write(tmp_path, layer), 0)
+    scales = found.weights.a13_scale
+    assert scales is not None
+    assert scales[1] == layer.tensors[f"{BLOCK}.experts.1.up_proj.input_scale"]
+    assert scales[2] == layer.tensors[f"{BLOCK}.experts.2.gate_proj.input_scale"]
+    assert not found.notices
+
+
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("value", [None, 0.0])
+def test_without_any_input_scale_each_token_has_its_own(tmp_path: Path, value: float | None) -> None:
+    layer = ONE_NVFP4()
+    for name in [name for name in layer.tensors if name.endswith("input_scale")]:
+        del layer.tensors[name]
+        if value is not None:
+            layer.tensors[name] = torch.tensor(value)
+    found = load_experts(write(tmp_path, layer), 0)
+    assert found.weights.a13_scale is None
+    assert found.weights.a2_scale is None
+    assert len(found.notices) == (value is not None)
+    hidden_states = torch.randn(5, 80).bfloat16()
+    assert found.make_kernel()(hidden_states, *found.route(hidden_states)).isfinite().all()
+
+
+# Faults, each of any layout. The error is one line that names the tensor, what it must be, and what it is.
+
+
+def _scale_name(layer: Layer) -> str:
+    """The last scale of a down projection."""
+    ends = (".scales", ".scale", "_scale", "_scale_inv")
+    down = [name for name in layer.tensors if any(part in name for part in ("down", ".2.w2.", "output"))]
+    return max(name for name in down if name.endswith(ends) and "input" not in name)
+
+
+def _weight_name(layer: Layer) -> str:
+    names = [name for name in layer.tensors if "experts" in name or "linear" in name]
+    return max(names, key=lambda name: layer.tensors[name].numel())
+
+
+def _drop(layer: Layer) -> str:
+    del layer.tensors[name := _scale_name(layer)]
+    return f"tensor {name!r} is missing"
+
+
+def _add(layer: Layer) -> str:
+    name = _weight_name(layer) + "_more"
+    layer.tensors[name] = torch.ones(3)
+    return f"have no tensor such as {name!r}"
+
+
+def _mirror(layer: Layer) -> str:
+    name = _weight_name(layer)
+    layer.tensors[name] = layer.tensors[name].mT.contiguous()
+    return f"{name}"
+
+
+def _spoil(layer: Layer) -> str:
+    name = _scale_name(layer)
+    tensor = layer.tensors[name].clone()
+    tensor.view(-1)[-1:].copy_(torch.tensor([float("nan") if tensor.is_floating_point() else 255]).to(tensor.dtype))
+    layer.tensors[name] = tensor
+    return f"{name} of "
+
+
+def _other_type(layer: Layer) -> str:
+    name = _weight_name(layer)
+    layer.tensors[name] = layer.tensors[name].to(torch.float64)
+    return f"{name} must be "
+
+
+FAULTS: Final = {"missing": _drop, "extra": _add, "transposed": _mirror, "nan": _spoil, "type": _other_type}
+CURE: Final = {"missing": "export the checkpoint", "nan": "look at the checkpoint"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_fault_is_one_line(tmp_path: Path, name: str, fault: str) -> None:
+    layer = made(name)
+    expected = FAULTS[fault](layer)
+    path = write(tmp_path, layer)
+    with pytest.raises(CheckpointError) as caught:
+        load_experts(path, 0)
+    message = str(caught.value)
+    assert expected in message, message
+    assert "\n" not in message
+    assert CURE.get(fault, "; use the config.json that belongs to these tensors") in message
