@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from moereg.checkpoints._files import ONE_EXPORT
 from moereg.checkpoints._formats import (
     FLOATS,
     OTHERWISE,
@@ -247,7 +248,7 @@ def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:
     if stored.tolist() != [projection.rows, projection.columns]:
         raise CheckpointError(
             f"it must be {[projection.rows, projection.columns]} where config.json has these sizes, got "
-            f"{stored.tolist()}; use the config.json that belongs to these tensors"
+            f"{stored.tolist()}; {ONE_EXPORT}"
         )
     return stored
 

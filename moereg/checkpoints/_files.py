@@ -19,10 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moereg.errors import CheckpointError, shown
-from moereg.routing import language_config
+from moereg.routing import BY_HAND, language_config
 from moereg.runtime.files import open_regular
 from moereg.runtime.memory import format_bytes
 
+ONE_EXPORT: Final = f"take config.json and tensors from one export of the model, or, if they are, {BY_HAND}"
+"""A cure where config.json and tensors contradict each other."""
 # Names of the Hub are looked up in its local cache; nothing is downloaded.
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 INDEX: Final = "model.safetensors.index.json"
@@ -190,10 +192,7 @@ class CheckpointFiles(contextlib.ExitStack):
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
             source = INDEX if os.path.isfile(self.path / INDEX) else SINGLE
-            raise CheckpointError(
-                f"tensor {name!r} is missing from {self.path / source}; use the config.json that belongs to these "
-                "tensors, or export the checkpoint with that tensor"
-            )
+            raise CheckpointError(f"tensor {name!r} is missing from {self.path / source}; {ONE_EXPORT}")
         return self.file_of[name]
 
     def _shard(self, file: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from moereg.checkpoints._files import ONE_EXPORT
 from moereg.errors import CheckpointError
 from moereg.routing import BY_HAND
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, TensorRole
@@ -56,7 +57,7 @@ class Projection:
         if self.columns % size:
             raise CheckpointError(
                 f"the columns of {self.module} must be a multiple of the group size, got {self.columns} columns in "
-                f"groups of {size}; use the config.json that belongs to these tensors"
+                f"groups of {size}; {ONE_EXPORT}"
             )
         return self.columns // size
 
@@ -216,8 +217,7 @@ def _check_halves(fmt: QuantFormat, projection: Projection) -> None:
     if block > 1 and projection.half is not None and projection.rows % block:
         raise CheckpointError(
             f"the rows of {projection.module} must be a multiple of {block}, or one block of w13 would hold gate "
-            f"and up rows under one scale, got {projection.rows}; shard the layer by experts instead, or use the "
-            "bfloat16 release"
+            f"and up rows under one scale, got {projection.rows}; {OTHERWISE}"
         )
 
 
@@ -242,7 +242,7 @@ def _inverse(stored: torch.Tensor) -> torch.Tensor:
     if not (number.isfinite() & (number > 0)).all():
         raise CheckpointError(
             "global scales of compressed-tensors must be finite and positive, since they divide, got "
-            f"{float(number.flatten()[0])}; quantize the layer again"
+            f"{float(number.flatten()[0])}; export the checkpoint with another"
         )
     return 1 / number
 

@@ -23,6 +23,7 @@ from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
+_NARROW: Final = 'float16 ends at 65,504, which an intermediate may pass: dtype="bfloat16" if outputs are not finite'
 # Problem fields that a checkpoint does not decide; it fixes all others.
 _OVERRIDES: Final = (
     "activation_format",
@@ -229,7 +230,9 @@ def load_experts(
             _copy_parts(files, parts, fields, local_expert)
             if progress is not None:
                 progress(local_expert + 1, len(manifest.parts))
-        notes = [f"layer {layer}: {note}" for note in (manifest.note, _fill_activation_scales(fields)) if note]
+        is_narrow = problem.dtype == "float16" and problem.activation.limit is None
+        found = (manifest.note, _fill_activation_scales(fields), _NARROW if is_narrow else None)
+        notes = tuple(f"layer {layer}: {note}" for note in found if note)
         try:
             weights = ExpertWeights(**fields, quant=problem.quant)
         except ValueError as error:
@@ -253,7 +256,7 @@ def load_experts(
             correction_bias=None if correction_bias is None else correction_bias.reshape(-1),
             ep_rank=ep_rank,
             has_shared_experts=manifest.has_shared_experts,
-            notes=tuple(notes),
+            notes=notes,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_errors
+from moereg.checkpoints._files import ONE_EXPORT, CheckpointFiles, TensorHeader, config_errors
 from moereg.checkpoints._formats import (
     FLOATS,
     UNQUANTIZED,
@@ -88,7 +88,9 @@ class ExpertPart:
             return
         if self.tensor.role in ("scale", "scale_2", "activation_scale") and self.tensor.required:
             # Checked while every part is on the CPU and gate and up are still separate.
-            check_scale(self.field, canonical)
+            is_input = self.tensor.role == "activation_scale"
+            instead = "the largest of the layer's experts in its place" if is_input else "a finite one"
+            check_scale(self.field, canonical, f"export the checkpoint with {instead}")
         rows = fields[self.field][expert]
         if self.is_interleaved and canonical.dim():
             deinterleave_gate_up(canonical, out=rows, dim=0)
@@ -225,10 +227,16 @@ class _Experts:
             is_transposed = part.name in self.files.file_of and self.files.header(part.name).shape in mirrored
             # Scales of rows may stay as they were.
             shapes = mirrored if part.tensor.role == "weight" else (*mirrored, *shapes)
+        row: int | None = expert
+        if () in part.tensor.shapes and part.name in self.files.file_of:
+            # A number may be all experts', as of ModelOpt's input quantizers.
+            shape = self.files.header(part.name).shape
+            if shape in part.tensor.shapes and shape not in shapes:
+                row, shapes = None, part.tensor.shapes
         tensor = dataclasses.replace(part.tensor, shapes=tuple(dict.fromkeys(shapes)))
         is_interleaved = self.model.is_interleaved and part.matrix == "w13" and len(self.names.w13) == 1
         return dataclasses.replace(
-            part, tensor=tensor, row=expert, is_interleaved=is_interleaved, is_transposed=is_transposed
+            part, tensor=tensor, row=row, is_interleaved=is_interleaved, is_transposed=is_transposed
         )
 
 
@@ -351,13 +359,13 @@ def list_layer(
     if others:
         raise CheckpointError(
             f"layers of model type {model_type!r} have no tensor such as {shown(others[0])}, got one in "
-            f"{files.path / files.file_of[others[0]]}; use the config.json that belongs to these tensors"
+            f"{files.path / files.file_of[others[0]]}; {ONE_EXPORT}"
         )
     lacking = [module for module in model.shared_experts if module.endswith("_gate") and module not in shared]
     if shared and lacking:
         raise CheckpointError(
             f"layers of model type {model_type!r} have {lacking[0]} beside their shared experts, got none with "
-            f"{shown(next(iter(shared.values())))}; use the config.json that belongs to these tensors"
+            f"{shown(next(iter(shared.values())))}; {ONE_EXPORT}"
         )
     own = (f"{root}experts.", *(f"{root}{name}" for name in (*found.names.w13, found.names.w2) if found.names.is_fused))
     _check_nothing_else(files, storage, own, experts, {*headers, *router_headers})
@@ -432,8 +440,7 @@ def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> tuple[s
             return layer_root, root, f"{root}{router}."
     _, root, router = roots[0]
     raise CheckpointError(
-        f"the router of layer {layer} is missing from {str(files.path)!r}, expected {root}{router}.weight; use the "
-        "config.json that belongs to these tensors, or export the checkpoint with its router"
+        f"the router of layer {layer} is missing from {str(files.path)!r}, expected {root}{router}.weight; {ONE_EXPORT}"
     )
 
 
@@ -474,13 +481,13 @@ def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, 
         raise CheckpointError(
             f"{name} must be {shapes} where config.json says E={sizes.num_experts}, H={sizes.hidden_size}, "
             f"I={sizes.intermediate_size} and {storage_name} experts, got {list(header.shape)} in "
-            f"{files.path / header.file}; use the config.json that belongs to these tensors"
+            f"{files.path / header.file}; {ONE_EXPORT}"
         )
     if header.dtype not in tensor.dtypes:
         raise CheckpointError(
             f"{name} must be {' or '.join(tensor.dtypes)} where the checkpoint's config says {storage_name} "
-            f"experts, got {header.dtype} in {files.path / header.file}; use the config.json that belongs to these "
-            "tensors"
+            f"experts, got {header.dtype} in {files.path / header.file}; "
+            f"{ONE_EXPORT}"
         )
     return header
 
@@ -488,8 +495,7 @@ def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, 
 def _check_no_bias(stored: torch.Tensor) -> torch.Tensor:
     if stored.any():
         raise CheckpointError(
-            f"experts of this model have no bias, got one of up to {float(stored.abs().max()):.3g}; use the "
-            "config.json that belongs to these tensors"
+            f"experts of this model have no bias, got one of up to {float(stored.abs().max()):.3g}; {ONE_EXPORT}"
         )
     return stored
 
@@ -504,8 +510,8 @@ def _check_nothing_else(
         expert = name.removeprefix(roots[0]).partition(".")[0]
         if not _INDEX.fullmatch(expert) or int(expert) in experts:
             raise CheckpointError(
-                f"{storage.name} experts have no tensor such as {shown(name)}, got one in {files.path / file}; use the "
-                "config.json that belongs to these tensors, or the model's bfloat16 release"
+                f"{storage.name} experts have no tensor such as {shown(name)}, got one in {files.path / file}; "
+                f"{ONE_EXPORT}"
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from moereg.checkpoints._compressed_tensors import compressed_tensors_formats, in_16_bits, scheme_of
-from moereg.checkpoints._files import CheckpointFiles
+from moereg.checkpoints._files import ONE_EXPORT, CheckpointFiles
 from moereg.checkpoints._formats import (
     FLOATS,
     OTHERWISE,
@@ -318,7 +318,7 @@ def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme
         if not is_one_of(config.get(key), known):
             raise CheckpointError(
                 f"{key} of quant method {method} must be {' or '.join(map(str, known))}, got {shown(config.get(key))}; "
-                "use another release of the model"
+                f"{OTHERWISE}"
             )
     return get_scheme(f"int4_w4a16_{_GROUP_SIZES[config['group_size']]}{'' if is_symmetric else '_zp'}")
 
@@ -334,10 +334,7 @@ def _awq_formats(config: Config) -> FormatOf:
     for key, expected in (("version", "gemm"), ("zero_point", True)):
         found = config.get(key, expected)
         if not is_one_of(found.lower() if isinstance(found, str) else found, (expected,)):
-            raise CheckpointError(
-                f"{key} of quant method awq must be {expected!r}, got {shown(found)}; save it so with AutoAWQ, or use "
-                "another release"
-            )
+            raise CheckpointError(f"{key} of quant method awq must be {expected!r}, got {shown(found)}; {OTHERWISE}")
     return _all_but(config, ("modules_to_not_convert",), _awq_format(config))
 
 
@@ -352,7 +349,7 @@ def _awq_tensors(scheme: QuantScheme, projection: Projection) -> Sequence[Stored
     if projection.rows % 8 or projection.columns % 2:
         raise CheckpointError(
             f"the rows of {projection.module} must be a multiple of 8 and its columns of 2 in quant method awq, got "
-            f"{projection.rows} and {projection.columns}; use the config.json that belongs to these tensors"
+            f"{projection.rows} and {projection.columns}; {ONE_EXPORT}"
         )
     return (
         StoredTensor(("qweight",), ((projection.columns, projection.rows // 8),), ("I32",), "weight", awq_codes),
@@ -395,8 +392,8 @@ def _gptq_format(config: Config) -> StorageFormat:
     version = read_name(config, "checkpoint_format") or read_name(config, "format") or _VERSIONS[0]
     if version not in _VERSIONS:
         raise CheckpointError(
-            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {shown(version)}; save it "
-            "in one of these with GPTQModel"
+            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {shown(version)}; "
+            f"{OTHERWISE}"
         )
     scheme = _int4_scheme("gptq", config, is_symmetric=read_flag(config, "sym", default=True))
     is_ordered = read_flag(config, "desc_act")
@@ -442,7 +439,7 @@ def _check_order(stored: torch.Tensor, group_size: int) -> torch.Tensor:
         column = int(torch.nonzero(stored != expected)[0])
         raise CheckpointError(
             f"groups must be of {group_size} neighboring columns, got column {column} in group {int(stored[column])}; "
-            "columns that are ordered by activation are not read: quantize with desc_act false"
+            f"columns that are ordered by activation (desc_act) are not read; {OTHERWISE}"
         )
     return stored
 

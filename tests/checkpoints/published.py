@@ -169,7 +169,7 @@ def layer_of(
     sizes: tuple[int, int] = (96, 160),
     family: Mapping[str, Any] = QWEN,
     block: str = BLOCK,
-    names: tuple[str, str, str] = GATE_UP_DOWN,
+    names: tuple[str, ...] = GATE_UP_DOWN,
     router: str = "gate",
     router_writer: Writer | None = None,
     has_bias: bool = False,
@@ -178,9 +178,9 @@ def layer_of(
 ) -> Layer:
     """Each expert's projections are modules of their own."""
     hidden_size, intermediate_size = sizes
-    shapes = ((intermediate_size, hidden_size), (intermediate_size, hidden_size), (hidden_size, intermediate_size))
+    shapes = (*((intermediate_size, hidden_size) for _ in names[1:]), (hidden_size, intermediate_size))
     tensors: Tensors = dict(extra or {})
-    values: list[list[torch.Tensor]] = [[], [], []]
+    values: list[list[torch.Tensor]] = [[] for _ in names]
     for expert in range(NUM_EXPERTS):
         for index, (name, (rows, columns)) in enumerate(zip(names, shapes, strict=True)):
             stored, value = writer(rows, columns)
@@ -188,7 +188,7 @@ def layer_of(
                 stored["bias"] = torch.randn(rows).bfloat16()
             tensors |= {f"{block}.experts.{expert}.{name}.{part}": tensor for part, tensor in stored.items()}
             values[index].append(value)
-    gate, up, down = map(torch.stack, values)
+    *gate_up, down = map(torch.stack, values)
     if router_writer is None:
         weight = torch.randn(NUM_EXPERTS, hidden_size).bfloat16()
         stored, routed = {"weight": weight}, weight.double()
@@ -200,7 +200,7 @@ def layer_of(
     sized = {"hidden_size": hidden_size, intermediate: intermediate_size}
     config = {**family, **sized, "quantization_config": {**quantization}}
     return Layer(
-        config, {name: tensor.contiguous() for name, tensor in tensors.items()}, torch.cat([gate, up], 1), down, routed
+        config, {name: tensor.contiguous() for name, tensor in tensors.items()}, torch.cat(gate_up, 1), down, routed
     )
 
 

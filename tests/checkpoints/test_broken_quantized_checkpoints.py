@@ -138,7 +138,7 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
     # Its inverse is 0, which is a scale.
     ("ct_nvfp4", with_number(f"{DOWN_1}.weight_global_scale", float("inf")), "since they divide, got inf"),
     ("gptq", with_tensor(f"{DOWN_1}.g_idx", (torch.arange(96) % 3).int()),
-        f"{DOWN_1}.g_idx of '{{path}}' ... 32 neighboring columns, got column 1 in group 1 ... desc_act false"),
+        f"{DOWN_1}.g_idx of '{{path}}' ... 32 neighboring columns, got column 1 in group 1 ... (desc_act) are"),
     ("gptq", with_settings(bits=8), SETTINGS + "bits of quant method gptq must be 4, got 8"),
     ("gptq", with_settings(bits=4.0), "bits of quant method gptq must be 4, got 4.0"),
     ("gptq", with_settings(group_size=16), "must be 32 or 64 or 128 or -1, got 16"),

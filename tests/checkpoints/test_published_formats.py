@@ -106,6 +106,31 @@ IN_LLAMA4: Final[dict[str, Any]] = {
 }
 
 
+NEMOTRON: Final = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["moe"],
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "mlp_hidden_act": "relu2",
+    "routed_scaling_factor": 2.5,
+    "dtype": "bfloat16",
+}
+MINIMAX_M3: Final = {
+    "model_type": "minimax_m3_vl_text",
+    "num_hidden_layers": 1,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_layer_freq": [1],
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "dtype": "bfloat16",
+}
+
+
 def parameters(name: str, part: str) -> str:
     """As transformers' FP8Experts has them."""
     return name if part == "weight" else f"{name}_{part.removeprefix('weight_')}"
@@ -189,6 +214,31 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     "weight only with inputs": (
         "nvfp4_w4a16",
         lambda: layer_of(published.nvfp4, modelopt("W4A16_NVFP4", group_size=16), sizes=(80, 48)),
+    ),
+    "mixed nemotron": (
+        "nvfp4",
+        lambda: layer_of(
+            published.nvfp4,
+            mixed({"backbone.layers.0.mixer.experts": NVFP4}),
+            sizes=(80, 48),
+            family={**NEMOTRON, "n_routed_experts": NUM_EXPERTS},
+            block="backbone.layers.0.mixer",
+            names=("up_proj", "down_proj"),
+            extra={"backbone.layers.0.mixer.gate.e_score_correction_bias": torch.randn(NUM_EXPERTS)},
+        ),
+    ),
+    "mixed minimax_m3": (
+        "nvfp4",
+        lambda: layer_of(
+            published.nvfp4,
+            mixed({"language_model.model.layers.0.block_sparse_moe.experts": NVFP4}),
+            sizes=(80, 48),
+            family=MINIMAX_M3,
+            block="language_model.model.layers.0.block_sparse_moe",
+            names=("w1", "w3", "w2"),
+            extra={"language_model.model.layers.0.block_sparse_moe.e_score_correction_bias": torch.randn(NUM_EXPERTS)},
+            intermediate="intermediate_size",
+        ),
     ),
     # DeepSeek-V4, with fp4 and with fp8 experts.
     "deepseek_v4": (
@@ -428,6 +478,26 @@ def _scales_of(layer: Layer, name: str = "input_scale") -> list[list[float]]:
     return [[float(layer.tensors[part.format(expert)]) for part in parts] for expert in range(NUM_EXPERTS)]
 
 
+def test_a_number_may_be_all_experts(tmp_path: Path) -> None:
+    """ModelOpt quantizes the input of Llama 4's fused experts by one scale."""
+    layer = made("fused llama4")
+    name = f"{IN_LLAMA4['block']}.experts.gate_up_proj_input_scale"
+    layer.tensors[name] = layer.tensors[name][1]
+    found = load_experts(write(tmp_path, layer), 0)
+    assert found.weights.a13_scale is not None
+    assert found.weights.a13_scale.tolist() == [float(layer.tensors[name])] * NUM_EXPERTS
+    check(found, layer)
+
+
+@pytest.mark.parametrize(("dtype", "limit", "is_noted"), [("float16", None, True), ("float16", 7.0, False)])
+def test_float16_may_overflow(tmp_path: Path, dtype: str, limit: float | None, is_noted: bool) -> None:
+    family = {**(GPT_OSS if limit else QWEN), "dtype": dtype}
+    changes: dict[str, Any] = {**IN_GPT_OSS, "family": family} if limit else {"family": family}
+    path = write(tmp_path, layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **changes))
+    assert any('dtype="bfloat16"' in notice for notice in load_experts(path, 0).notices) == is_noted
+    assert not load_experts(path, 0, dtype="bfloat16").notices
+
+
 @pytest.mark.parametrize("value", [None, 0.0, float("inf")])
 @pytest.mark.parametrize("writer", [published.nvfp4, published.nvfp4_divided], ids=["modelopt", "compressed_tensors"])
 def test_an_expert_that_was_never_calibrated_takes_the_largest_scale(tmp_path: Path, writer: Any, value: Any) -> None:
@@ -529,7 +599,7 @@ def _other_type(layer: Layer) -> str:
 
 
 FAULTS: Final = {"missing": _drop, "extra": _add, "transposed": _mirror, "nan": _spoil, "type": _other_type}
-CURE: Final = {"missing": "export the checkpoint", "nan": "look at the checkpoint"}
+CURE: Final = {"nan": "export the checkpoint with a finite one"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -543,4 +613,4 @@ def test_a_fault_is_one_line(tmp_path: Path, name: str, fault: str) -> None:
     message = str(caught.value)
     assert expected in message, message
     assert "\n" not in message
-    assert CURE.get(fault, "; use the config.json that belongs to these tensors") in message
+    assert CURE.get(fault, "; take config.json and tensors from one export") in message
