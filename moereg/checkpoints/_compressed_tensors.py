@@ -213,7 +213,7 @@ def _packed_integers(scheme: QuantScheme, projection: Projection) -> Sequence[St
         StoredTensor(("weight_scale",), ((rows, num_groups),), FLOATS, "scale"),
         StoredTensor(("weight_shape",), ((2,),), ("I64", "I32"), None, check_shape, required=False),
         *(() if fmt.symmetric else (zero_point,)),
-        *activation_tensors(scheme),
+        *activation_tensors(scheme, projection),
     )
 
 
@@ -231,7 +231,7 @@ def _unpacked_int4(scheme: QuantScheme, projection: Projection) -> Sequence[Stor
         StoredTensor(("weight",), (projection.shape,), ("I8",), "weight", _packed_codes),
         StoredTensor(("weight_scale",), groups, FLOATS, "scale"),
         *(() if fmt.symmetric else (zero_point,)),
-        *activation_tensors(scheme),
+        *activation_tensors(scheme, projection),
     )
 
 

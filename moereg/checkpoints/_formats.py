@@ -138,15 +138,23 @@ def transposed(stored: torch.Tensor) -> torch.Tensor:
     return stored.mT
 
 
-# Names of scales in plain formats, by publisher: most; DeepSeek-V3; DeepSeek-V4; Mistral Large 4; gpt-oss.
-_SCALES: Final = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight", "weight_scales")
+# Names of scales in plain formats, by publisher: most; DeepSeek-V3; DeepSeek-V4; Mistral Large 4; gpt-oss; Quark's
+# exports for transformers.
+_SCALES: Final = (
+    "weight_scale",
+    "weight_scale_inv",
+    "scale",
+    "qscale_weight",
+    "weight_scales",
+    "weight_quantizer.scale",
+)
 _NUMBER: Final[tuple[tuple[int, ...], ...]] = ((), (1,), (1, 1))
 _CODES: Final[Mapping[str, tuple[str, ...]]] = {"float8_e4m3fn": ("F8_E4M3",), "int8": ("I8",)}
 _EXPONENTS: Final = ("U8", "F8_E8M0")
 _SCALE_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
     "float32": (*FLOATS, *_EXPONENTS),
     "float8_e4m3fn": ("F8_E4M3",),
-    "float8_e8m0fnu": _EXPONENTS,
+    "float8_e8m0fnu": (*_EXPONENTS, "F32"),
 }
 
 
@@ -174,7 +182,7 @@ def plain_tensors(scheme: QuantScheme, projection: Projection, scales_divide: bo
     codes = (rows, fmt.packed_columns(columns))
     # In gpt-oss's blocks if they fit.
     code_shapes = (codes, (rows, columns // 32, 16)) if fmt.bits == 4 and columns % 32 == 0 else (codes,)
-    halves: tuple[tuple[int, ...], ...] = ((2,), (2, 1)) if projection.part == "gate_up" else ()
+    halves = _halves(projection)
     scale_shapes: tuple[tuple[int, ...], ...] = (scale_shape,)
     if fmt.group == (WHOLE, WHOLE):
         scale_shapes = (*_NUMBER, *halves)
@@ -184,7 +192,7 @@ def plain_tensors(scheme: QuantScheme, projection: Projection, scales_divide: bo
     elif fmt.group[0] > 1:
         scale_shapes = (scale_shape, (scale_shape[0], 1, scale_shape[1], 1))
     as_codes = functools.partial(_codes, shape=codes, dtype=fmt.storage_dtype)
-    as_scale = functools.partial(_scale, shape=scale_shape)
+    as_scale = functools.partial(_scale, shape=scale_shape, is_exponent=fmt.scale_dtype == "float8_e8m0fnu")
     tensors = [
         StoredTensor(WEIGHT_NAMES[:3], code_shapes, _CODES.get(fmt.dtype, ("U8", "I8")), "weight", as_codes),
         StoredTensor(_SCALES, scale_shapes, _SCALE_DTYPES[fmt.scale_dtype], "scale", as_scale),
@@ -192,23 +200,30 @@ def plain_tensors(scheme: QuantScheme, projection: Projection, scales_divide: bo
     if fmt.global_scale:
         name, convert = ("weight_global_scale", _inverse) if scales_divide else ("weight_scale_2", _number)
         tensors.append(StoredTensor((name,), (*_NUMBER, *halves), FLOATS, "scale_2", convert))
-    return (*tensors, *activation_tensors(scheme, scales_divide))
+    return (*tensors, *activation_tensors(scheme, projection, scales_divide))
 
 
-def activation_tensors(scheme: QuantScheme, scales_divide: bool = False) -> Sequence[StoredTensor]:
+def activation_tensors(
+    scheme: QuantScheme, projection: Projection, scales_divide: bool = False
+) -> Sequence[StoredTensor]:
     """The scale of a projection's input, a number, if the scheme has one; `plain_tensors` says more."""
-    divided, multiplied = "input_global_scale", ("input_scale", "activation_scale")
-    activation = scheme.activation
+    divided, multiplied = "input_global_scale", ("input_scale", "activation_scale", "input_quantizer.scale")
+    activation, shapes = scheme.activation, (*_NUMBER, *_halves(projection))
     if activation is None:
         # Written where files quantize activations; computing in 16 bits needs none.
-        return (StoredTensor((*multiplied, divided), _NUMBER, FLOATS, required=False),)
+        return (StoredTensor((*multiplied, divided), shapes, FLOATS, required=False),)
     if activation.static:
-        return (StoredTensor(multiplied, _NUMBER, FLOATS, "activation_scale", _number),)
+        return (StoredTensor(multiplied, shapes, FLOATS, "activation_scale", _largest),)
     if activation.global_scale:
         names = (divided,) if scales_divide else multiplied
         convert = functools.partial(_calibrated, divides=scales_divide)
-        return (StoredTensor(names, _NUMBER, FLOATS, "activation_scale", convert, required=False),)
+        return (StoredTensor(names, shapes, FLOATS, "activation_scale", convert, required=False),)
     return ()
+
+
+def _halves(projection: Projection) -> tuple[tuple[int, ...], ...]:
+    """Shapes of two numbers, gate's and up's."""
+    return ((2,), (2, 1)) if projection.part == "gate_up" else ()
 
 
 def _check_halves(fmt: QuantFormat, projection: Projection) -> None:
@@ -225,9 +240,13 @@ def _codes(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> 
     return stored.reshape(shape).view(dtype)
 
 
-def _scale(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _scale(stored: torch.Tensor, shape: tuple[int, ...], is_exponent: bool = False) -> torch.Tensor:
     if stored.dtype == torch.uint8:
         stored = stored.view(torch.float8_e8m0fnu)
+    elif is_exponent and stored.dtype == torch.float32:
+        floats, stored = stored, stored.to(torch.float8_e8m0fnu)
+        if (others := floats[(stored.float() != floats) & ~floats.isnan()]).numel():
+            raise CheckpointError(f"scales of 32 columns must be powers of two, got {float(others[0])}; {OTHERWISE}")
     if stored.numel() == 1:
         return stored.reshape(()).expand(shape)
     return stored.reshape(-1 if shape == () else shape)
@@ -235,6 +254,11 @@ def _scale(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _number(stored: torch.Tensor) -> torch.Tensor:
     return _scale(stored, ())
+
+
+def _largest(stored: torch.Tensor) -> torch.Tensor:
+    """Of gate and up, which share an input."""
+    return stored.amax()
 
 
 def _inverse(stored: torch.Tensor) -> torch.Tensor:
@@ -249,12 +273,11 @@ def _inverse(stored: torch.Tensor) -> torch.Tensor:
 
 def _calibrated(stored: torch.Tensor, divides: bool) -> torch.Tensor:
     """The global scale of activations; 0 if its expert saw no token when it was calibrated."""
-    number = _number(stored).float()
-    if number.isnan() or number < 0:
+    numbers = stored.float()
+    if not (numbers >= 0).all():
         raise CheckpointError(
-            f"global scales of activations must be finite and positive, got {float(number)}; take the tensor out of "
-            "the file: then the layer's largest is used"
+            f"global scales of activations must be finite and positive, got {float(numbers.flatten()[0])}; take the "
+            "tensor out of the file: then the layer's largest is used"
         )
-    if number == 0 or number.isinf():
-        return torch.zeros_like(number)
-    return 1 / number if divides else number
+    is_valid = (numbers > 0) & numbers.isfinite()
+    return torch.where(is_valid, 1 / numbers if divides else numbers, 0).amax()

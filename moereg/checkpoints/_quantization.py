@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -165,9 +166,15 @@ def _modelopt_formats(config: Config) -> FormatOf:
     settings = {_without_prefix(name): layer for name, layer in layers.items()}
 
     def format_of(module: str) -> StorageFormat | None:
-        parts = _without_prefix(module).split(".")
-        around = (".".join(parts[:stop]) for stop in range(len(parts), 0, -1))
-        found = next((settings[name] for name in around if name in settings), None)
+        name = _without_prefix(module)
+        # Fused experts in the file and single ones in the map, or the other way round.
+        first = name.replace(".experts.", ".experts.0.")
+        fused = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        both = re.sub("(gate|up)_proj$", "gate_up_proj", fused)
+        parts = name.split(".")
+        around = (".".join(parts[:stop]) for stop in range(len(parts) - 1, 0, -1))
+        names = (name, fused, both, first, first.replace(".gate_up_proj", ".gate_proj"), *around)
+        found = next((settings[name] for name in names if name in settings), None)
         if found is None or is_excluded(module):
             return None
         return parse(read_name(found, "quant_algo"), shown(found.get("group_size")))
@@ -211,6 +218,8 @@ def _quark_formats(config: Config) -> FormatOf:
     Source: torch/export of amd-quark 0.13; quantizer_quark.py of transformers 5.23, which nests all in `quant_config`.
     """
     config = {**config, **read_object(config, "quant_config")}
+    algorithms = config.get("algo_config")
+    _check_no_rotation(algorithms if re.search("rotation|svdquant", str(algorithms)) else None)
     patterns = Patterns("exclude and layer_quant_config")
     is_excluded = patterns.wildcards(read_names(config, "exclude"))
     layers = read_objects(config, "layer_quant_config")
@@ -222,6 +231,11 @@ def _quark_formats(config: Config) -> FormatOf:
         return None if is_excluded(module) or not found.get("weight") else _quark_format(found)
 
     return format_of
+
+
+def _check_no_rotation(found: object) -> None:
+    if found:
+        raise CheckpointError(f"moereg does not rotate activations, got {shown(found)}; {OTHERWISE}")
 
 
 def _quark_format(layer: Config) -> StorageFormat:
@@ -248,11 +262,11 @@ def _quark_format(layer: Config) -> StorageFormat:
     return _plain_format(f"quark {scheme.name}", scheme.name, note)
 
 
-# Where AutoRound packs like GPTQ, and its version there.
-_ROUND_VERSIONS: Final = {
-    "auto_round:auto_gptq": "gptq",
-    "auto_round:gptqmodel": "gptq_v2",
-    "auto_round": "gptq_v2",
+# Where AutoRound packs like GPTQ, its version there; else None.
+_PACKINGS: Final = {
+    **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq", "auto"), "gptq"),
+    **dict.fromkeys(("auto_round:gptqmodel", "auto_round"), "gptq_v2"),
+    **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq"), None),
 }
 _ROUND_FLOATS: Final = ("mx_fp", "nv_fp", "fp")
 
@@ -264,9 +278,11 @@ def _auto_round_formats(config: Config) -> FormatOf:
     of 16 a module is unquantized.
     Source: export/export_to_autoround and inference/convert_model.py of auto-round 0.16.1.
     """
+    _check_no_rotation(config.get("rotation_config") or config.get("spinquant_config"))
     patterns = Patterns("extra_config")
     layers = read_objects(config, "extra_config")
-    rules = [(patterns.expression(text, text, is_anywhere=True), some) for text, some in layers.items() if some]
+    expressions = {text: some for text, some in layers.items() if some and not text.replace(".", "_").isidentifier()}
+    rules = [(patterns.expression(text, text, is_anywhere=True), some) for text, some in expressions.items()]
     is_ignored = patterns.components(read_names(config, "modules_to_not_convert"))
 
     def format_of(module: str) -> StorageFormat | None:
@@ -280,15 +296,17 @@ def _auto_round_formats(config: Config) -> FormatOf:
 def _auto_round_format(config: Config) -> StorageFormat:
     packing = read_name(config, "packing_format") or "auto_round:auto_gptq"
     data_type = read_name(config, "data_type") or "int"
-    if data_type == "int" and packing in _ROUND_VERSIONS:
-        return _gptq_format({**config, "checkpoint_format": _ROUND_VERSIONS[packing], "desc_act": False})
-    if data_type == "int" and packing == "auto_round:auto_awq":
-        return _awq_format(config)
+    if data_type == "int" and packing in _PACKINGS:
+        version = _PACKINGS[packing]
+        return (
+            _gptq_format({**config, "checkpoint_format": version, "desc_act": False})
+            if version
+            else _awq_format(config)
+        )
     if not data_type.startswith(_ROUND_FLOATS):
         raise CheckpointError(
-            f"packing_format of auto-round must be {' or '.join(_ROUND_VERSIONS)} or auto_round:auto_awq where "
-            f"data_type is int, or data_type one of {', '.join(_ROUND_FLOATS)}, got {shown(packing)} and "
-            f"{shown(data_type)}; {OTHERWISE}"
+            f"packing_format of auto-round must be in {list(_PACKINGS)} where data_type is int, or data_type one of "
+            f"{', '.join(_ROUND_FLOATS)}, got {shown(packing)} and {shown(data_type)}; {OTHERWISE}"
         )
     group: dict[str, Any] = {}
     is_nv = data_type.startswith("nv_fp")

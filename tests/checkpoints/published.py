@@ -81,6 +81,19 @@ def mxfp4(rows: int, columns: int, *, weight: str = "weight", scale: str = "weig
     return tensors, values * spread(factors, rows, columns)
 
 
+def mxfp4_in_floats(rows: int, columns: int) -> Stored:
+    tensors, values = mxfp4(rows, columns)
+    scale = 2.0 ** (tensors["weight_scale"].float() - 127)
+    return {"weight": tensors["weight"].view(torch.int8), "weight_scale_inv": scale}, values
+
+
+def quantizer_names(rows: int, columns: int) -> Stored:
+    """As Quark exports it for transformers."""
+    tensors, values = per_tensor(rows, columns)
+    names = {"weight": "weight", "weight_scale": "weight_quantizer.scale", "input_scale": "input_quantizer.scale"}
+    return {names[name]: tensor for name, tensor in tensors.items()}, values
+
+
 def deepseek_v4(rows: int, columns: int) -> Stored:
     tensors, values = mxfp4(rows, columns)
     scale = tensors["weight_scale"].view(torch.float8_e8m0fnu)

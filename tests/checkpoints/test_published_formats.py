@@ -82,6 +82,7 @@ def arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any
 FP8_DYNAMIC: Final = compressed(
     "float-quantized", arguments(8, "float", "channel"), arguments(8, "float", "token") | {"dynamic": True}
 )
+NV: Final = arguments(4, "float", "tensor_group", group_size=16)
 INT4: Final = compressed("pack-quantized", arguments(4, "int", "group", group_size=32), None)
 GRANITE: Final = {**QWEN, "model_type": "granitemoe", "num_local_experts": NUM_EXPERTS, "shared_intermediate_size": 0}
 IN_GRANITE: Final[dict[str, Any]] = {
@@ -165,8 +166,17 @@ def spec(dtype: str, qscheme: str, is_dynamic: bool = False, **more: Any) -> dic
 
 
 MX: Final = {"group_size": 32, "scale_format": "e8m0"}
+FP8_TENSOR: Final = spec("fp8_e4m3", "per_tensor")
 QUARK_MXFP4: Final = quark(spec("fp4", "per_group", **MX), spec("fp4", "per_group", True, **MX))
 TO_CHANNEL: Final = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+
+def _padded_gptq(rows: int, columns: int) -> published.Stored:
+    """Three experts in words of eight rows: GPTQModel pads zero points."""
+    tensors, values = published.gptq(8, columns)
+    tensors["qweight"], tensors["scales"] = tensors["qweight"][:, :rows], tensors["scales"][:, :rows]
+    return tensors, values[:rows]
+
 
 LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     # ModelOpt: by projection, by a module around them, in other letters, under another class's prefix.
@@ -214,6 +224,24 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     "weight only with inputs": (
         "nvfp4_w4a16",
         lambda: layer_of(published.nvfp4, modelopt("W4A16_NVFP4", group_size=16), sizes=(80, 48)),
+    ),
+    "mixed, fused names": (
+        "nvfp4",
+        lambda: layer_of(
+            published.nvfp4,
+            mixed(
+                {
+                    "model.layers.0.mlp": {"quant_algo": "FP8"},
+                    f"{BLOCK}.experts.gate_up_proj": NVFP4,
+                    f"{BLOCK}.experts.down_proj": NVFP4,
+                }
+            ),
+            sizes=(80, 48),
+        ),
+    ),
+    "fused mixed": (
+        "nvfp4",
+        lambda: fused(layer_of(published.nvfp4, mixed(BY_PROJECTION), sizes=(80, 48)), rename=long_parameters),
     ),
     "mixed nemotron": (
         "nvfp4",
@@ -300,6 +328,23 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
             rename=parameters,
         ),
     ),
+    "fused fp4, float scales": (
+        "mxfp4_mxfp8",
+        lambda: fused(
+            layer_of(published.mxfp4_in_floats, {**FP8_BLOCK, "scale_fmt": "float", "expert_dtype": "fp4"}),
+            rename=parameters,
+        ),
+    ),
+    "fused nvfp4 modules": (
+        "nvfp4",
+        lambda: fused(
+            layer_of(
+                published.nvfp4_divided,
+                compressed("nvfp4-pack-quantized", NV, NV | {"dynamic": "local"}),
+                sizes=(80, 48),
+            )
+        ),
+    ),
     "fused mxfp8": (
         "mxfp8",
         lambda: fused(
@@ -328,6 +373,15 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     ),
     # AutoRound.
     "auto_round auto_gptq": ("int4_w4a16_g32", lambda: layer_of(published.gptq, auto_round("auto_round:auto_gptq"))),
+    "auto_round deepseek_v4": (
+        "int4_w4a16_g32",
+        lambda: layer_of(
+            published.gptq,
+            auto_round("auto_round:gptq", extra_config={"head": {"bits": 16, "data_type": "float"}}),
+            router_writer=_padded_gptq,
+            **in_v4(),
+        ),
+    ),
     "auto_round": (
         "int4_w4a16_g32_zp",
         lambda: layer_of(
@@ -364,9 +418,7 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     # Quark.
     "quark fp8": (
         "fp8_tensor_static",
-        lambda: layer_of(
-            published.per_tensor, quark(spec("fp8_e4m3", "per_tensor"), spec("fp8_e4m3", "per_tensor")), sizes=ODD
-        ),
+        lambda: layer_of(published.per_tensor, quark(FP8_TENSOR, FP8_TENSOR), sizes=ODD),
     ),
     "quark ptpc": (
         "fp8_channel_token",
@@ -377,6 +429,14 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
         ),
     ),
     "quark mxfp4": ("mxfp4_w4a16", lambda: layer_of(published.mxfp4, QUARK_MXFP4)),
+    "quark for transformers": (
+        "fp8_tensor_static",
+        lambda: layer_of(
+            published.quantizer_names,
+            {"quant_method": "quark", "quant_config": quark(FP8_TENSOR, FP8_TENSOR)},
+            sizes=ODD,
+        ),
+    ),
     "quark by layer": (
         "mxfp4_w4a16",
         lambda: layer_of(
@@ -394,7 +454,7 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
         lambda: layer_of(
             published.gptq,
             {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
-            router_writer=lambda rows, columns: _padded_gptq(rows, columns),
+            router_writer=_padded_gptq,
         ),
     ),
     "fp8 with its router": (
@@ -402,13 +462,6 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
         lambda: layer_of(published.blocks, FP8_BLOCK, sizes=(136, 128), router_writer=published.blocks),
     ),
 }
-
-
-def _padded_gptq(rows: int, columns: int) -> published.Stored:
-    """Three experts in words of eight rows: GPTQModel pads zero points."""
-    tensors, values = published.gptq(8, columns)
-    tensors["qweight"], tensors["scales"] = tensors["qweight"][:, :rows], tensors["scales"][:, :rows]
-    return tensors, values[:rows]
 
 
 def write(path: Path, layer: Layer) -> Path:
@@ -501,8 +554,7 @@ def test_float16_may_overflow(tmp_path: Path, dtype: str, limit: float | None, i
 @pytest.mark.parametrize("value", [None, 0.0, float("inf")])
 @pytest.mark.parametrize("writer", [published.nvfp4, published.nvfp4_divided], ids=["modelopt", "compressed_tensors"])
 def test_an_expert_that_was_never_calibrated_takes_the_largest_scale(tmp_path: Path, writer: Any, value: Any) -> None:
-    inputs = arguments(4, "float", "tensor_group", group_size=16) | {"dynamic": "local"}
-    nvfp4 = compressed("nvfp4-pack-quantized", arguments(4, "float", "tensor_group", group_size=16), inputs)
+    nvfp4 = compressed("nvfp4-pack-quantized", NV, NV | {"dynamic": "local"})
     is_divided = writer is not published.nvfp4
     layer = layer_of(writer, nvfp4 if is_divided else modelopt("NVFP4"), sizes=(80, 48))
     name = "input_global_scale" if is_divided else "input_scale"
