@@ -15,7 +15,7 @@ import torch
 from moereg.checkpoints._files import ONE_EXPORT
 from moereg.errors import CheckpointError
 from moereg.routing import BY_HAND
-from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, TensorRole
+from moereg.spec.quant_schemes import WHOLE, QuantScheme, TensorRole
 
 OTHERWISE: Final = f"use a release in a format that is read, or the unquantized one, or {BY_HAND}"
 """A cure for formats that are not read."""
@@ -177,7 +177,11 @@ def plain_tensors(scheme: QuantScheme, projection: Projection, scales_divide: bo
     rows, columns = projection.shape
     if fmt.group[0] == 1:
         projection.num_groups(fmt.group[1])
-    _check_halves(fmt, projection)
+    if fmt.group[0] > 1 and projection.half is not None and rows % fmt.group[0]:
+        raise CheckpointError(
+            f"the rows of {projection.module} must be a multiple of {fmt.group[0]}, or one block of w13 would hold "
+            f"gate and up rows under one scale, got {rows}; {OTHERWISE}"
+        )
     scale_shape = fmt.scale_shape(1, rows, columns)[1:]
     codes = (rows, fmt.packed_columns(columns))
     # In gpt-oss's blocks if they fit.
@@ -213,7 +217,7 @@ def activation_tensors(
         # Written where files quantize activations; computing in 16 bits needs none.
         return (StoredTensor((*multiplied, divided), shapes, FLOATS, required=False),)
     if activation.static:
-        return (StoredTensor(multiplied, shapes, FLOATS, "activation_scale", _largest),)
+        return (StoredTensor(multiplied, shapes, FLOATS, "activation_scale", torch.amax),)
     if activation.global_scale:
         names = (divided,) if scales_divide else multiplied
         convert = functools.partial(_calibrated, divides=scales_divide)
@@ -224,16 +228,6 @@ def activation_tensors(
 def _halves(projection: Projection) -> tuple[tuple[int, ...], ...]:
     """Shapes of two numbers, gate's and up's."""
     return ((2,), (2, 1)) if projection.part == "gate_up" else ()
-
-
-def _check_halves(fmt: QuantFormat, projection: Projection) -> None:
-    """Checks that no block has gate and up rows."""
-    block = fmt.group[0]
-    if block > 1 and projection.half is not None and projection.rows % block:
-        raise CheckpointError(
-            f"the rows of {projection.module} must be a multiple of {block}, or one block of w13 would hold gate "
-            f"and up rows under one scale, got {projection.rows}; {OTHERWISE}"
-        )
 
 
 def _codes(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -254,11 +248,6 @@ def _scale(stored: torch.Tensor, shape: tuple[int, ...], is_exponent: bool = Fal
 
 def _number(stored: torch.Tensor) -> torch.Tensor:
     return _scale(stored, ())
-
-
-def _largest(stored: torch.Tensor) -> torch.Tensor:
-    """Of gate and up, which share an input."""
-    return stored.amax()
 
 
 def _inverse(stored: torch.Tensor) -> torch.Tensor:

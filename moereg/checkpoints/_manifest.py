@@ -21,7 +21,7 @@ from moereg.checkpoints._formats import (
     StorageFormat,
     StoredTensor,
 )
-from moereg.checkpoints._models import LAYERS, MODEL_TYPES, ModelType, count_layers
+from moereg.checkpoints._models import LAYERS, MODEL_TYPES, ExpertNames, ModelType, count_layers
 from moereg.checkpoints._quantization import quantized_format
 from moereg.errors import ArgumentError, CheckpointError, index_ranges, one_line, shown
 from moereg.routing import BY_HAND, RouterSpec, unknown_model_message
@@ -101,41 +101,20 @@ class ExpertPart:
             rows.chunk(2)[self.half].copy_(canonical)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """Modules or parameters of a layer's experts, in the block.
-
-    Attributes:
-        w13, w2: With a place for the expert's index, unless fused.
-        is_fused: Whether one tensor has all experts, along dim 0.
-        is_flat: As in `FusedNames`.
-        is_parameter: Whether they are parameters rather than modules.
-    """
-
-    w13: tuple[str, ...]
-    w2: str
-    is_fused: bool = False
-    is_flat: bool = False
-    is_parameter: bool = False
-
-
-def _expert_names(files: CheckpointFiles, model: ModelType, root: str, expert: int) -> _Names:
+def _expert_names(files: CheckpointFiles, model: ModelType, root: str, expert: int) -> ExpertNames:
     """The names under which the expert has a weight, else the publisher's.
 
     `root` is the prefix of the block's names, including the dot.
     """
     divided = dict.fromkeys((model.projections or _DIVIDED[0], *(_DIVIDED if model.has_gate else ())))
-    fused = [_Names(some.w13, some.w2, is_fused=True, is_flat=some.is_flat, is_parameter=True) for some in model.fused]
-    single = [
-        _Names(tuple(f"experts.{{}}.{name}" for name in some[:-1]), f"experts.{{}}.{some[-1]}") for some in divided
-    ]
+    single = [ExpertNames.single(projections) for projections in divided]
     weight = StoredTensor(WEIGHT_NAMES, (), ())
-    for names in (*fused, *single):
+    for names in (*model.fused, *single):
         module = f"{root}{names.w13[0].format(expert)}"
         found = next((name for name in weight.full_names(module, names.is_fused) if name in files.file_of), None)
         if found is not None:
             return dataclasses.replace(names, is_parameter=not found.startswith(f"{module}."))
-    return fused[-1] if model.projections is None else single[0]
+    return model.fused[-1] if model.projections is None else single[0]
 
 
 @dataclasses.dataclass
@@ -152,7 +131,7 @@ class _Experts:
     model: ModelType
     sizes: LayerSizes
     root: str
-    names: _Names
+    names: ExpertNames
     storage: StorageFormat = UNQUANTIZED
     is_transposed: bool = False
 

@@ -203,18 +203,32 @@ def count_layers(config: Config) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedNames:
-    """Names in the block of modules or parameters with all experts.
+class ExpertNames:
+    """Modules or parameters of a layer's experts, in the block.
 
     Attributes:
-        w13: Gate and up in one tensor or two; only up if there is no gate.
+        w13: Gate and up in one tensor or two; only up if there is no gate. With `{}` for the expert's index, unless
+            one tensor has all experts.
         w2: Down.
         is_flat: Experts have no dimension of their own: all three are [E*I,H], even down (DBRX).
+        is_parameter: Whether they are parameters rather than modules.
     """
 
     w13: tuple[str, ...] = ("experts.gate_up_proj",)
     w2: str = "experts.down_proj"
     is_flat: bool = False
+    is_parameter: bool = True
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one tensor has all experts, along dim 0."""
+        return "{}" not in self.w2
+
+    @classmethod
+    def single(cls, projections: tuple[str, ...]) -> ExpertNames:
+        """Of one expert, with its own tensors."""
+        *w13, w2 = (f"experts.{{}}.{name}" for name in projections)
+        return cls(tuple(w13), w2, is_parameter=False)
 
 
 def _nemotron_reason(config: Config, layer: int) -> str | None:
@@ -265,7 +279,7 @@ class ModelType:
     blocks: tuple[str, ...] = ("mlp",)
     routers: tuple[str, ...] = ("gate",)
     projections: tuple[str, ...] | None = ("gate_proj", "up_proj", "down_proj")
-    fused: tuple[FusedNames, ...] = (FusedNames(),)
+    fused: tuple[ExpertNames, ...] = (ExpertNames(),)
     intermediate_size: str = "moe_intermediate_size"
     moe_layers: LayerRule = every_layer
     activation: ActivationRule = hidden_act
@@ -300,7 +314,7 @@ _GRANITE: Final = ModelType(
     blocks=("block_sparse_moe",),
     routers=("router.layer", "router"),
     projections=None,
-    fused=(FusedNames(("input_linear",), "output_linear"), FusedNames()),
+    fused=(ExpertNames(("input_linear",), "output_linear"), ExpertNames()),
     intermediate_size="intermediate_size",
     shared_experts=("shared_mlp",),
 )
@@ -322,7 +336,7 @@ _BY_NAMES: Final = {
     "aria_text": ModelType(
         routers=("router",),
         projections=None,
-        fused=(FusedNames(("experts.fc1",), "experts.fc2"), FusedNames()),
+        fused=(ExpertNames(("experts.fc1",), "experts.fc2"), ExpertNames()),
         intermediate_size="intermediate_size",
         activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is the shared experts'.
         shared_experts=_SHARED,
@@ -343,7 +357,7 @@ _BY_NAMES: Final = {
         blocks=("ffn",),
         routers=("router.layer",),
         projections=None,
-        fused=(FusedNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
+        fused=(ExpertNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
         intermediate_size="ffn_hidden_size",
         activation=lambda config: _named_act(
             read_object(read_object(config, "ffn_config"), "ffn_act_fn"), "name", "silu", _HIDDEN_ACTS
@@ -431,7 +445,7 @@ _BY_NAMES: Final = {
     "nemotron_h": ModelType(
         blocks=("mixer",),
         projections=("up_proj", "down_proj"),
-        fused=(FusedNames(("experts.up_proj",)),),
+        fused=(ExpertNames(("experts.up_proj",)),),
         moe_layers=nemotron_layers,
         activation=lambda config: _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]}),
         shared_experts=_SHARED,
@@ -446,7 +460,7 @@ _BY_NAMES: Final = {
     "step3p5": ModelType(
         blocks=("moe", "mlp"),
         projections=None,
-        fused=(FusedNames(("gate_proj", "up_proj"), "down_proj"), FusedNames()),
+        fused=(ExpertNames(("gate_proj", "up_proj"), "down_proj"), ExpertNames()),
         moe_layers=listed_layers(step_layers),
         correction_biases=("router_bias", "gate.e_score_correction_bias"),
         shared_experts=("share_expert", "shared_experts"),

@@ -297,12 +297,8 @@ def _auto_round_format(config: Config) -> StorageFormat:
     packing = read_name(config, "packing_format") or "auto_round:auto_gptq"
     data_type = read_name(config, "data_type") or "int"
     if data_type == "int" and packing in _PACKINGS:
-        version = _PACKINGS[packing]
-        return (
-            _gptq_format({**config, "checkpoint_format": version, "desc_act": False})
-            if version
-            else _awq_format(config)
-        )
+        version = {"checkpoint_format": _PACKINGS[packing], "desc_act": False}
+        return _awq_format(config) if _PACKINGS[packing] is None else _gptq_format({**config, **version})
     if not data_type.startswith(_ROUND_FLOATS):
         raise CheckpointError(
             f"packing_format of auto-round must be in {list(_PACKINGS)} where data_type is int, or data_type one of "

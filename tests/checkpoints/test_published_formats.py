@@ -14,13 +14,14 @@ from typing import Any, Final
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moereg.checkpoints import CheckpointLayer, load_experts, read_problem
 from moereg.errors import CheckpointError
 from moereg.quantize import dequantize_weights
 from tests.checkpoints import published
 from tests.checkpoints.published import BLOCK, GATE_UP_DOWN, NUM_EXPERTS, QWEN, Layer, fused, layer_of
+from tests.checkpoints.tiny_families import FAMILIES, MODELS
 
 partial = functools.partial
 ODD: Final = (37, 23)
@@ -602,6 +603,35 @@ def test_without_any_input_scale_each_token_has_its_own(tmp_path: Path, value: f
     assert len(found.notices) == (value is not None)
     hidden_states = torch.randn(5, 80).bfloat16()
     assert found.make_kernel()(hidden_states, *found.route(hidden_states)).isfinite().all()
+
+
+def test_transformers_reads_the_same_deepseek_v4(tmp_path: Path) -> None:
+    """Its own model, saved by it, with experts replaced by published fp4; on a CPU transformers dequantizes them."""
+    family = FAMILIES["deepseek_v4"]
+    if not (MODELS / family.module).is_dir():
+        pytest.skip("this transformers has no deepseek_v4, which came later")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    model = family.make_of(family.model_class.config_class(**{**family.config().to_dict(), **sizes}))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = sorted(name for name in tensors if ".layers.3.ffn.experts." in name)
+    assert len(experts) == 8 * 3
+    for name in experts:
+        stored, _ = published.deepseek_v4(*tensors.pop(name).shape)
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {**FP8_BLOCK, "modules_to_not_convert": [f"model.layers.{layer}" for layer in range(3)]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "expert_dtype": "fp4", "quantization_config": quantization})
+    )
+    found = load_experts(tmp_path, 3)
+    assert found.problem.quant.name == "mxfp4_mxfp8"
+    theirs = family.block(family.model_class.from_pretrained(tmp_path, dtype=torch.float32)).experts
+    ours = dequantize_weights(found.weights, torch.float32)
+    for mine, other in zip(ours, (theirs.gate_up_proj, theirs.down_proj), strict=True):
+        assert mine.any()
+        assert torch.equal(mine, other)
 
 
 # Faults, each of any layout. The error is one line that names the tensor, what it must be, and what it is.
