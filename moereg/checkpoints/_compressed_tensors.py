@@ -95,7 +95,7 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
         ("transform_config", config.get("transform_config")),
     ):
         if found:
-            raise CheckpointError(f"moereg does not read {key}, got {shown(found)}; use a release without it")
+            raise CheckpointError(f"moereg does not read {key}, got {shown(found)}; {OTHERWISE}")
     patterns = Patterns("targets and ignore")
     is_ignored = _matcher(patterns, read_names(config, "ignore"))
     choices = [(_matcher(patterns, read_names(group, "targets")), group) for group in groups.values()]

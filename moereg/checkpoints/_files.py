@@ -36,7 +36,7 @@ _LARGEST_INDEX: Final = 256 * 2**20
 # safetensors' own limit.
 _LARGEST_HEADER: Final = 100_000_000
 # Loading a pickle runs its code, so pickles are named in the error and never opened.
-_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
+_PICKLES: Final = (".bin", ".pt", ".pth")
 _ROW_DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -123,7 +123,8 @@ class CheckpointFiles(contextlib.ExitStack):
         quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):
             raise CheckpointError(
-                f"{model_opt_path} must hold an object named quantization, got {shown(quantization)}; download it again"
+                f"{model_opt_path} must hold an object named quantization, got {shown(quantization)}; take it from the "
+                "model's publisher"
             )
         return {"quant_method": "modelopt", **quantization}, _MODEL_OPT
 
@@ -134,9 +135,13 @@ class CheckpointFiles(contextlib.ExitStack):
         if index_path is not None:
             weight_map = _read_json_object(index_path, _LARGEST_INDEX).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{index_path} must hold a weight_map, which is missing; download the file again")
+                raise CheckpointError(
+                    f"{index_path} must hold a weight_map, which is missing; take it from the model's publisher"
+                )
             if others := [file for file in weight_map.values() if not isinstance(file, str)]:
-                raise CheckpointError(f"{index_path} must map to files, got {shown(others[0])}; download it again")
+                raise CheckpointError(
+                    f"{index_path} must map to files, got {shown(others[0])}; take it from the model's publisher"
+                )
             return weight_map
         if self.find(SINGLE) is not None:
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
@@ -144,10 +149,12 @@ class CheckpointFiles(contextlib.ExitStack):
             names = sorted(os.listdir(self.path))
         except OSError as error:
             raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
-        if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES)]:
+        if others := [name for name in names if name.endswith((*_PICKLES, ".gguf"))]:
+            is_pickle = others[0].endswith(_PICKLES)
+            cure = "convert it with transformers: from_pretrained, then save_pretrained"
             raise CheckpointError(
-                f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
-                "convert it with transformers: from_pretrained, then save_pretrained"
+                f"only safetensors checkpoints are read, got {others[0]} and no safetensors in {str(self.path)!r}; "
+                f"{cure if is_pickle else 'use the release that the GGUF was made of'}"
             )
         raise CheckpointError(
             f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; "
@@ -200,7 +207,9 @@ class CheckpointFiles(contextlib.ExitStack):
             return self._shards[file]
         # An untrusted index must not reach files outside the checkpoint.
         if Path(file).name != file:
-            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
+            raise CheckpointError(
+                f"{INDEX} must name files of its own directory, got {shown(file)}; take it from the model's publisher"
+            )
         shard_path = self.find(file)
         if shard_path is None:
             raise CheckpointError(
@@ -285,13 +294,17 @@ def _read_json_object(path: Path, largest: int) -> Mapping[str, Any]:
             content = file.read(largest + 1)
         value = json.loads(content.decode("utf-8")) if len(content) <= largest else None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must be readable JSON, got: {error}; download that file again") from error
+        raise CheckpointError(
+            f"{path} must be readable JSON, got: {error}; take it from the model's publisher"
+        ) from error
     if len(content) > largest:
         raise CheckpointError(
             f"{path} must be at most {format_bytes(largest)}, got more; take it from the model's publisher"
         )
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}; download that file again")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(value).__name__}; take it from the model's publisher"
+        )
     return value
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import save_file
+
+from moereg.checkpoints import CheckpointLayer
+from moereg.quantize import dequantize_weights
 
 Tensors = dict[str, torch.Tensor]
 Stored = tuple[Tensors, torch.Tensor]
@@ -262,3 +268,18 @@ def bytewise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.T
     if dtype.itemsize > 1:
         return fn(*tensors)
     return fn(*(tensor.view(torch.uint8) for tensor in tensors)).view(dtype)
+
+
+def write(path: Path, layer: Layer) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(layer.config))
+    for name, content in layer.files.items():
+        (path / name).write_text(json.dumps(content))
+    save_file(layer.tensors, path / "model.safetensors")
+    return path
+
+
+def check(found: CheckpointLayer, layer: Layer) -> None:
+    # compressed-tensors' global scale is divided by: one rounding in fp32.
+    for ours, theirs in zip(dequantize_weights(found.weights, torch.float64), (layer.w13, layer.w2), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-22, atol=0)

@@ -12,6 +12,7 @@ import torch
 
 from moereg.checkpoints import load_experts, moe_layers, read_problem
 from moereg.errors import CheckpointError
+from tests.checkpoints.cures import CURES
 from tests.checkpoints.small_checkpoint import (
     CONFIG,
     EXPERTS,
@@ -57,9 +58,12 @@ def _truncate(file: str, num_bytes: int) -> Break:
     return lambda path: (path / file).write_bytes((path / file).read_bytes()[:num_bytes]) and None
 
 
-def _only_pickles(path: Path) -> None:
-    _remove("model.safetensors.index.json")(path)
-    (path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+def _only(name: str) -> Break:
+    def write(path: Path) -> None:
+        _remove("model.safetensors.index.json")(path)
+        (path / name).write_bytes(b"")
+
+    return write
 
 
 def _rename_in_index(old: str, new: str) -> Break:
@@ -75,7 +79,7 @@ GATE_0, DOWN_3 = f"{EXPERTS}.0.gate_proj.weight", f"{EXPERTS}.3.down_proj.weight
 # fmt: off
 BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_remove("config.json"), "must hold config.json ... {path} ... nothing is downloaded"),
-    (_text("config.json", "{"), "{path}/config.json must be readable JSON ... download"),
+    (_text("config.json", "{"), "{path}/config.json must be readable JSON ... take it from"),
     (_text("config.json", "[]"), "{path}/config.json must hold a JSON object, got list"),
     (_config(model_type=...), "{path}/config.json must hold model_type, got None"),
     (_config(model_type="qwen3_mo"),
@@ -133,7 +137,9 @@ BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_config(num_experts=3), f"{ROUTER} must be [3, 8] ... E=3 ... got [4, 8] in {{path}}/model.safetensors"),
     (_with_tensors({DOWN_3: torch.zeros(8, 6)}),
         f"{{path}} ... must have one dtype ... BF16 for {GATE_0} in experts0 ... F32 for {DOWN_3} in experts1"),
-    (_only_pickles, "only safetensors ... pytorch_model-00001-of-00002.bin ... {path} ... save_pretrained"),
+    (_only("pytorch_model-00001-of-00002.bin"),
+        "only safetensors ... pytorch_model-00001-of-00002.bin ... {path} ... save_pretrained"),
+    (_only("model-Q4_K_M.gguf"), "only safetensors ... got model-Q4_K_M.gguf ... {path} ... ; use the release"),
     (_remove("model.safetensors.index.json"), "got neither in '{path}'"),
 )
 # fmt: on
@@ -148,6 +154,7 @@ def test_a_broken_checkpoint_is_one_clear_error(sharded: Path, row: int) -> None
         with pytest.raises(CheckpointError, match=error_pattern(expected, sharded)) as error:
             read(sharded, 1)
         assert "\n" not in str(error.value)
+        assert any(cure in str(error.value) for cure in CURES)
 
 
 @pytest.mark.parametrize(

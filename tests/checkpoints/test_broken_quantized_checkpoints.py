@@ -13,6 +13,7 @@ from safetensors import safe_open
 from moereg.checkpoints import load_experts
 from moereg.errors import CheckpointError
 from moereg.routing.config_entries import MOST_EXPERTS, MOST_LAYERS
+from tests.checkpoints.cures import CURES
 from tests.checkpoints.small_checkpoint import error_pattern
 from tests.checkpoints.test_quantized_checkpoints import SCHEMES
 from tests.support.quantized_checkpoints import (
@@ -207,6 +208,7 @@ def test_a_broken_checkpoint_is_one_clear_error(tmp_path: Path, row: int) -> Non
     with pytest.raises(CheckpointError, match=pattern) as error:
         load_experts(path, 0)
     assert "\n" not in str(error.value)
+    assert any(cure in str(error.value) for cure in CURES)
     assert len(str(error.value)) < 1500
 
 

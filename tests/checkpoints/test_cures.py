@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,111 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import moereg
 from moereg.checkpoints import load_experts
 from moereg.errors import CheckpointError
-from moereg.numerics.reference import relative_error
-from moereg.routing import RouterSpec
 from tests.checkpoints import published
-from tests.checkpoints.published import BLOCK, Layer, layer_of
+from tests.checkpoints.cures import CURES, Case
+from tests.checkpoints.published import BLOCK, Layer, check, layer_of, write
 from tests.checkpoints.small_checkpoint import EXPERTS
-from tests.checkpoints.test_published_formats import FAULTS, check, made, modelopt, write
+from tests.checkpoints.test_published_formats import FAULTS, FP8_DYNAMIC, made, modelopt
 
 GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 
-
-@dataclasses.dataclass
-class Case:
-    """A layer that is read, the same one broken, and what the error says."""
-
-    good: Layer
-    broken: Layer
-    path: Path
-    message: str
-
-
-def _restored_config(case: Case) -> None:
-    load(case, dataclasses.replace(case.broken, config=case.good.config, files=case.good.files))
-
-
-def _restored_tensors(case: Case) -> None:
-    load(case, dataclasses.replace(case.broken, tensors=case.good.tensors))
-
-
-def _without_the_tensor(case: Case) -> None:
-    name = case.message.split(" of ")[0]
-    tensors = {other: tensor for other, tensor in case.broken.tensors.items() if other != name}
-    assert len(tensors) == len(case.broken.tensors) - 1
-    load(case, dataclasses.replace(case.broken, tensors=tensors))
-
-
-def _unquantized(case: Case) -> None:
-    """The release in 16 bits, by the names that the broken one has for its experts and router."""
-    good, config = case.good, {**case.broken.config}
-    config.pop("quantization_config", None)
-    block = next(name for name in good.tensors if ".experts." in name).partition(".experts.")[0]
-    router = {name: tensor for name, tensor in good.tensors.items() if f"{block}.gate." in name}
-    tensors: published.Tensors = {**router, f"{block}.gate.weight": good.router.bfloat16()}
-    for expert in range(published.NUM_EXPERTS):
-        for name, matrix in zip(published.GATE_UP_DOWN, (*good.w13[expert].chunk(2), good.w2[expert]), strict=True):
-            tensors[f"{block}.experts.{expert}.{name}.weight"] = matrix.bfloat16().contiguous()
-    found = load_experts(write(case.path, Layer(config, tensors, good.w13, good.w2, good.router)), 0)
-    assert found.problem.quant.name == "unquantized"
-
-
-def _by_hand(case: Case) -> None:
-    """As docs/checkpoints.md shows: dequantized by the reader's own rule."""
-    good = case.good
-    router = RouterSpec(kind="softmax_topk", num_experts=published.NUM_EXPERTS, top_k=2, renormalize=True)
-    num_experts, hidden_size, intermediate_size = good.w2.shape
-    weights = moereg.ExpertWeights(w13=good.w13.float(), w2=good.w2.float())
-    sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
-    problem = moereg.MoEProblem(**sizes, top_k=2, dtype="float32")
-    hidden_states = torch.randn(5, hidden_size) / 100
-    topk_weights, topk_ids = router.route(hidden_states @ good.router.float().T)
-    expected = torch.zeros(5, hidden_size, dtype=torch.float64)
-    for token, (some, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
-        for weight, expert in zip(some, ids, strict=True):
-            gate, up = (good.w13[expert] @ hidden_states[token].double()).chunk(2)
-            expected[token] += weight * (good.w2[expert] @ (torch.nn.functional.silu(gate) * up))
-    out = moereg.make_kernel(problem, weights)(hidden_states, topk_weights, topk_ids)
-    assert relative_error(out, expected) < 1e-5
-
-
-def _by_rank(case: Case) -> None:
-    write(case.path, case.broken)
-    for rank in range(published.NUM_EXPERTS):
-        load_experts(case.path, 0, num_local_experts=1, ep_rank=rank)
-
-
-def _listed_layer(case: Case) -> None:
-    load_experts(write(case.path, case.broken), int(case.message.rpartition(" ")[2]))
-
-
-def _one_dtype(case: Case) -> None:
-    tensors = {name: tensor.bfloat16() for name, tensor in case.broken.tensors.items()}
-    load_experts(write(case.path, dataclasses.replace(case.broken, tensors=tensors)), 0)
-
-
-def load(case: Case, layer: Layer) -> None:
-    check(load_experts(write(case.path, layer), 0), case.good)
-
-
-# By the words of an error, each of which is done. An error must have at least one, and no others.
-CURES: Final[Mapping[str, Callable[[Case], None]]] = {
-    "take config.json and tensors from one export of the model": lambda case: load(case, case.good),
-    "take the file from the model's publisher": _restored_config,
-    "take hf_quant_config.json from the model's publisher": _restored_config,
-    "export the checkpoint with": _restored_tensors,
-    "use a release in a format that is read": lambda case: load(case, case.good),
-    "or the unquantized one": _unquantized,
-    "give moereg.make_kernel your own": _by_hand,
-    "take the tensor out of the file": _without_the_tensor,
-    "read a rank's experts that are stored alike": _by_rank,
-    "its layers with experts are": _listed_layer,
-    "those are": _listed_layer,
-    "save the checkpoint in one dtype": _one_dtype,
-}
 
 Break = Callable[[Layer], object]
 
@@ -157,8 +61,18 @@ def _ordered(layer: Layer) -> None:
     layer.tensors[f"{BLOCK}.experts.1.down_proj.g_idx"] = torch.arange(160, dtype=torch.int32) % 5
 
 
+def _strategy(layer: Layer) -> None:
+    group = layer.config["quantization_config"]["config_groups"]["group_0"]
+    group["weights"] = {**group["weights"], "strategy": "tensor"}
+    group["input_activations"] = None
+
+
 def _gptq() -> Layer:
     return layer_of(published.gptq, GPTQ)
+
+
+def _compressed() -> Layer:
+    return layer_of(published.per_channel, copy.deepcopy(FP8_DYNAMIC), sizes=(37, 23))
 
 
 def _static() -> Layer:
@@ -185,6 +99,9 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "group": (_gptq, settings(group_size=64), "got 96 columns in groups of 64"),
     "order": (_gptq, _ordered, "columns that are ordered by activation"),
     "version": (_gptq, settings(checkpoint_format="marlin"), "checkpoint_format of quant method gptq"),
+    "gptq_v2": (_gptq, settings(checkpoint_format="gptq_v2"), "zero points must be 8"),
+    "pattern": (_gptq, settings(quant_method="awq", zero_point=True, modules_to_not_convert=["a("]), "got 'a('"),
+    "rotation": (lambda: made("auto_round auto_gptq"), settings(rotation_config={"type": "hadamard"}), "rotate"),
     "packing": (lambda: made("auto_round auto_gptq"), settings(packing_format="mlx"), "packing_format of auto-round"),
     "round bits": (lambda: made("auto_round auto_awq"), settings(bits=2), "bits of quant method awq must be 4, got 2"),
     "algorithm": (lambda: made("modelopt_fp8"), settings(quant_algo="NVFP4_AWQ"), "pre_quant_scale"),
@@ -212,6 +129,13 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     ),
     "no router": (_bf16, tensor("gate.weight", lambda _: None), "the router of layer 0 is missing"),
     "two dtypes": (_bf16, tensor("experts.1.down_proj.weight", torch.Tensor.float), "must have one dtype"),
+    "type": (_bf16, config(model_type=None), "must hold model_type, got None"),
+    "other type": (_bf16, config(model_type="qwen9"), "unknown model type 'qwen9'"),
+    "router": (_bf16, config(norm_topk_prob="yes"), "norm_topk_prob"),
+    "activation": (_bf16, config(hidden_act="mish"), "unknown hidden_act 'mish'"),
+    "top_k": (_bf16, config(num_experts_per_tok=4), "top_k must be in 1..num_experts, got top_k=4"),
+    "groups": (lambda: made("granite"), settings(config_groups=None), "needs config_groups"),
+    "strategy": (_compressed, _strategy, "float8 tensor weights with 16-bit"),
     "size": (_bf16, config(hidden_size=38), "must be [23, 38]"),
     "experts": (_bf16, config(num_experts=4), "is missing"),
     "dense": (_bf16, config(mlp_only_layers=[0]), "is dense, but"),

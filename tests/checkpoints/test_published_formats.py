@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moereg.checkpoints import CheckpointLayer, load_experts, read_problem
+from moereg.checkpoints import load_experts, read_problem
 from moereg.errors import CheckpointError
 from moereg.quantize import dequantize_weights
 from tests.checkpoints import published
-from tests.checkpoints.published import BLOCK, GATE_UP_DOWN, NUM_EXPERTS, QWEN, Layer, fused, layer_of
+from tests.checkpoints.published import BLOCK, GATE_UP_DOWN, NUM_EXPERTS, QWEN, Layer, check, fused, layer_of, write
 from tests.checkpoints.tiny_families import FAMILIES, MODELS
 
 partial = functools.partial
@@ -465,24 +465,9 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
 }
 
 
-def write(path: Path, layer: Layer) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(layer.config))
-    for name, content in layer.files.items():
-        (path / name).write_text(json.dumps(content))
-    save_file(layer.tensors, path / "model.safetensors")
-    return path
-
-
 def made(name: str) -> Layer:
     torch.manual_seed(sum(name.encode()))
     return LAYERS[name][1]()
-
-
-def check(found: CheckpointLayer, layer: Layer) -> None:
-    # compressed-tensors' global scale is divided by: one rounding in fp32.
-    for ours, theirs in zip(dequantize_weights(found.weights, torch.float64), (layer.w13, layer.w2), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("name", LAYERS)
