@@ -226,7 +226,7 @@ class ExpertNames:
 
     @classmethod
     def single(cls, projections: tuple[str, ...]) -> ExpertNames:
-        """Of one expert, with its own tensors."""
+        """Names of one expert that has its own tensors."""
         *w13, w2 = (f"experts.{{}}.{name}" for name in projections)
         return cls(tuple(w13), w2, is_parameter=False)
 

@@ -134,7 +134,7 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "router": (_bf16, config(norm_topk_prob="yes"), "norm_topk_prob"),
     "activation": (_bf16, config(hidden_act="mish"), "unknown hidden_act 'mish'"),
     "top_k": (_bf16, config(num_experts_per_tok=4), "top_k must be in 1..num_experts, got top_k=4"),
-    "groups": (lambda: made("granite"), settings(config_groups=None), "needs config_groups"),
+    "groups": (lambda: made("divided granite"), settings(config_groups=None), "needs config_groups"),
     "strategy": (_compressed, _strategy, "float8 tensor weights with 16-bit"),
     "size": (_bf16, config(hidden_size=38), "must be [23, 38]"),
     "experts": (_bf16, config(num_experts=4), "is missing"),

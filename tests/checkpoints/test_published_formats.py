@@ -284,10 +284,16 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     ),
     "deepseek_v4 nvfp4": ("nvfp4", lambda: layer_of(published.nvfp4, modelopt("NVFP4"), sizes=(80, 48), **in_v4())),
     # Divided by llm-compressor.
-    "granite": ("fp8_channel_token", lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GRANITE)),
-    "gpt_oss": ("fp8_channel_token", lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GPT_OSS)),
-    "llama4": ("int4_w4a16_g32", lambda: layer_of(published.packed_int4, INT4, **IN_LLAMA4)),
-    "mixtral": (
+    "divided granite": (
+        "fp8_channel_token",
+        lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GRANITE),
+    ),
+    "divided gpt_oss": (
+        "fp8_channel_token",
+        lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GPT_OSS),
+    ),
+    "divided llama4": ("int4_w4a16_g32", lambda: layer_of(published.packed_int4, INT4, **IN_LLAMA4)),
+    "mixtral mxfp4": (
         "mxfp4_w4a16",
         lambda: layer_of(
             published.mxfp4,
