@@ -297,16 +297,14 @@ def _fill_activation_scales(fields: dict[str, torch.Tensor]) -> str | None:
 
 def _read_router(files: CheckpointFiles, manifest: LayerManifest) -> torch.Tensor:
     """The router's weight, dequantized."""
-    fmt, (num_experts, columns) = (
-        manifest.router_format.scheme.weight,
-        (manifest.router.num_experts, manifest.problem.hidden_size),
-    )
-    if fmt is None:
-        return files.read(manifest.router_parts[0].name)
-    rows = manifest.router_format.scheme.tensor_rows(1, num_experts, columns, 1, False)
+    scheme, parts = manifest.router_format.scheme, manifest.router_parts
+    if scheme.weight is None:
+        return files.read(parts[0].name)
+    sizes = (manifest.router.num_experts, manifest.problem.hidden_size)
+    rows = scheme.tensor_rows(1, *sizes, num_halves=1, has_bias=False)
     fields = {row.name: torch.empty(row.shapes[0], dtype=row.dtype) for row in rows if row.matrix == "w2"}
-    _copy_parts(files, manifest.router_parts, fields, 0)
-    return dequantize_rows(expert_matrix(fields, "w2", 0), fmt, columns, slice(None), torch.float32)
+    _copy_parts(files, parts, fields, 0)
+    return dequantize_rows(expert_matrix(fields, "w2", 0), scheme.weight, sizes[1], slice(None), torch.float32)
 
 
 def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

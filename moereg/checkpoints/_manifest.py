@@ -106,8 +106,11 @@ def _expert_names(files: CheckpointFiles, model: ModelType, root: str, expert: i
 
     `root` is the prefix of the block's names, including the dot.
     """
-    divided = dict.fromkeys((model.projections or _DIVIDED[0], *(_DIVIDED if model.has_gate else ())))
-    single = [ExpertNames.single(projections) for projections in divided]
+    usual = (model.projections or _DIVIDED[0], *(_DIVIDED if model.has_gate else ()))
+    known = [ExpertNames(tuple(f"experts.{name}" for name in some[:-1]), f"experts.{some[-1]}") for some in usual]
+    # Of alternating gate and up rows it is not known whether a tool that divides experts keeps them.
+    known += [some for some in model.fused if "." in some.w2 and not (model.is_interleaved and len(some.w13) == 1)]
+    single = [names.divided() for names in known]
     weight = StoredTensor(WEIGHT_NAMES, (), ())
     for names in (*model.fused, *single):
         module = f"{root}{names.w13[0].format(expert)}"
@@ -359,18 +362,8 @@ def list_layer(
             dtype=_dtype(files, storage, headers, router_headers),
             num_local_experts=len(experts),
         )
-    return LayerManifest(
-        model_type,
-        problem,
-        router,
-        parts,
-        router_parts,
-        router_format,
-        router_bias,
-        correction_bias,
-        bool(shared),
-        storage.note,
-    )
+    biases, note = (router_bias, correction_bias), storage.note
+    return LayerManifest(model_type, problem, router, parts, router_parts, router_format, *biases, bool(shared), note)
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
@@ -486,8 +479,8 @@ def _check_nothing_else(
     for name, file in files.file_of.items():
         if not name.startswith(roots) or name in read:
             continue
-        expert = name.removeprefix(roots[0]).partition(".")[0]
-        if not _INDEX.fullmatch(expert) or int(expert) in experts:
+        index = next((part for part in name.removeprefix(roots[0]).split(".") if _INDEX.fullmatch(part)), None)
+        if index is None or int(index) in experts:
             raise CheckpointError(
                 f"{storage.name} experts have no tensor such as {shown(name)}, got one in {files.path / file}; "
                 f"{ONE_EXPORT}"

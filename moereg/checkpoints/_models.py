@@ -224,11 +224,10 @@ class ExpertNames:
         """Whether one tensor has all experts, along dim 0."""
         return "{}" not in self.w2
 
-    @classmethod
-    def single(cls, projections: tuple[str, ...]) -> ExpertNames:
-        """Names of one expert that has its own tensors."""
-        *w13, w2 = (f"experts.{{}}.{name}" for name in projections)
-        return cls(tuple(w13), w2, is_parameter=False)
+    def divided(self) -> ExpertNames:
+        """Names of one expert's own modules, whose index stands before the last part of a name."""
+        *w13, w2 = ("{}.{{}}.{}".format(*name.rsplit(".", 1)) for name in (*self.w13, self.w2))
+        return ExpertNames(tuple(w13), w2, is_parameter=False)
 
 
 def _nemotron_reason(config: Config, layer: int) -> str | None:

@@ -62,8 +62,8 @@ def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageF
                 f"a quantized checkpoint must name its quant_method, got {shown(method)}; take the file from the "
                 f"model's publisher (known: {', '.join(METHODS)})"
             )
-        # vLLM writes `modelopt_fp4` and others.
-        family = "modelopt" if method.startswith("modelopt") else method
+        # vLLM has `modelopt_fp4` and others, AutoRound once wrote `intel/auto-round`.
+        family = "modelopt" if method.startswith("modelopt") else method.removeprefix("intel/")
         if family not in METHODS:
             raise CheckpointError(f"quant method {shown(method)} is not read (read: {', '.join(METHODS)}); {OTHERWISE}")
         format_of = METHODS[family](config)
@@ -120,7 +120,7 @@ def _all_but(config: Config, keys: Sequence[str], storage: StorageFormat) -> For
     return lambda module: None if is_ignored(module) else storage
 
 
-# ModelOpt's algorithms, by the scheme of their tensors, or why they have none.
+# Schemes of ModelOpt's algorithms.
 _ALGORITHMS: Final = {
     "FP8": "fp8_tensor_static",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel_token",
@@ -134,10 +134,6 @@ _ALGORITHMS: Final = {
     "W4A8_NVFP4_FP8": "nvfp4_w4a16",
     "W8A16": "int8_w8a16",
 }
-_NOT_READ: Final = dict.fromkeys(
-    ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL"),
-    "has vectors that multiply activations (pre_quant_scale), which no scheme has",
-)
 _IN_16_BITS: Final = {"MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "fp8", "W4A8_NVFP4_FP8": "fp8"}
 
 
@@ -185,7 +181,8 @@ def _modelopt_formats(config: Config) -> FormatOf:
 def _modelopt_format(name: str | None, group_size: str, config: Config) -> StorageFormat:
     algorithm = (name or "").upper()
     if algorithm not in _ALGORITHMS:
-        reason = _NOT_READ.get(algorithm, "is unknown")
+        is_scaled = algorithm.endswith(("_AWQ", "_SVD", "_SQ_PER_CHANNEL"))
+        reason = "has vectors that multiply activations (pre_quant_scale)" if is_scaled else "is unknown"
         raise CheckpointError(
             f"quant_algo {shown(name)} {reason} (read: {', '.join(_ALGORITHMS)}, MIXED_PRECISION); {OTHERWISE}"
         )
@@ -208,8 +205,7 @@ def _without_prefix(module: str) -> str:
 
 
 _QUARK_TYPES: Final = {"fp8_e4m3": ("float", 8), "fp8_e4m3fn": ("float", 8), "fp4": ("float", 4), "int8": ("int", 8)}
-_QUARK_STRATEGIES: Final = {"per_tensor": "tensor", "per_channel": "channel", "per_token": "token"}
-_QUARK_STRATEGIES.update(per_group="group", per_block="block")
+_QUARK_SCHEMES: Final = ("per_tensor", "per_channel", "per_token", "per_group", "per_block")
 
 
 def _quark_formats(config: Config) -> FormatOf:
@@ -238,6 +234,12 @@ def _check_no_rotation(found: object) -> None:
         raise CheckpointError(f"moereg does not rotate activations, got {shown(found)}; {OTHERWISE}")
 
 
+def _arguments(kind: str, bits: Any, strategy: str, size: Any, dynamic: bool | str) -> Config:
+    """As compressed-tensors has them."""
+    sizes = {"group_size": size, "block_structure": size}
+    return {"type": kind, "num_bits": bits, "strategy": strategy, "dynamic": dynamic, **sizes}
+
+
 def _quark_format(layer: Config) -> StorageFormat:
     """The format of a layer's settings, in compressed-tensors' words."""
     group: dict[str, Any] = {}
@@ -246,18 +248,13 @@ def _quark_format(layer: Config) -> StorageFormat:
             continue
         spec = read_object(layer, side)
         kind, bits = _QUARK_TYPES[read_choice(spec, "dtype", tuple(_QUARK_TYPES), None, OTHERWISE)]
-        qscheme = read_choice(spec, "qscheme", (*_QUARK_STRATEGIES, None), None) or "per_group"
-        if qscheme == "per_group" and bits == 4:
-            read_choice(spec, "scale_format", ("e8m0", None), None, OTHERWISE)
-        strategy = "token" if (side, qscheme) == ("input_tensors", "per_channel") else _QUARK_STRATEGIES[qscheme]
-        group[ours] = {
-            "type": kind,
-            "num_bits": bits,
-            "strategy": strategy,
-            "group_size": spec.get("group_size"),
-            "block_structure": spec.get("block_size"),
-            "dynamic": read_flag(spec, "is_dynamic"),
-        }
+        strategy = read_choice(spec, "qscheme", _QUARK_SCHEMES, "per_group").removeprefix("per_")
+        if strategy == "group" and bits == 4:
+            read_choice(spec, "scale_format", ("e8m0",), "e8m0", OTHERWISE)
+        if side == "input_tensors" and strategy == "channel":
+            strategy = "token"
+        size = spec.get("block_size") if strategy == "block" else spec.get("group_size")
+        group[ours] = _arguments(kind, bits, strategy, size, read_flag(spec, "is_dynamic"))
     scheme, note = scheme_of("quark", group)
     return _plain_format(f"quark {scheme.name}", scheme.name, note)
 
@@ -311,14 +308,9 @@ def _auto_round_format(config: Config) -> StorageFormat:
         if prefix and bits in (None, 16, 32):
             continue
         strategies = {"-1": whole_row, "0": "tensor", "[128, 128]": "block"}
-        group[side] = {
-            "type": "float",
-            "num_bits": bits,
-            "strategy": strategies.get(str(size), "tensor_group" if is_nv else "group"),
-            "group_size": size,
-            "block_structure": size,
-            "dynamic": "local" if is_nv else read_flag(config, "act_dynamic", default=True),
-        }
+        strategy = strategies.get(str(size), "tensor_group" if is_nv else "group")
+        is_dynamic = "local" if is_nv else read_flag(config, "act_dynamic", default=True)
+        group[side] = _arguments("float", bits, strategy, size, is_dynamic)
     scheme, note = scheme_of("auto-round", group)
     tensors = functools.partial(plain_tensors, scheme, scales_divide=True)
     return StorageFormat(f"auto-round {scheme.name}", scheme, tensors, note)

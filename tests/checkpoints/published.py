@@ -188,6 +188,7 @@ def layer_of(
     sizes: tuple[int, int] = (96, 160),
     family: Mapping[str, Any] = QWEN,
     block: str = BLOCK,
+    experts: str = "experts",
     names: tuple[str, ...] = GATE_UP_DOWN,
     router: str = "gate",
     router_writer: Writer | None = None,
@@ -205,7 +206,7 @@ def layer_of(
             stored, value = writer(rows, columns)
             if has_bias:
                 stored["bias"] = torch.randn(rows).bfloat16()
-            tensors |= {f"{block}.experts.{expert}.{name}.{part}": tensor for part, tensor in stored.items()}
+            tensors |= {f"{block}.{experts}.{expert}.{name}.{part}": tensor for part, tensor in stored.items()}
             values[index].append(value)
     *gate_up, down = map(torch.stack, values)
     if router_writer is None:

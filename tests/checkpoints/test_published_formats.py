@@ -108,6 +108,13 @@ IN_LLAMA4: Final[dict[str, Any]] = {
 }
 
 
+DBRX: Final = {
+    "model_type": "dbrx",
+    "n_layers": 1,
+    "d_model": ODD[0],
+    "ffn_config": {"ffn_hidden_size": ODD[1], "moe_num_experts": NUM_EXPERTS, "moe_top_k": 2},
+    "dtype": "bfloat16",
+}
 NEMOTRON: Final = {
     "model_type": "nemotron_h",
     "layers_block_type": ["moe"],
@@ -293,6 +300,19 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
         lambda: layer_of(published.per_channel, FP8_DYNAMIC, sizes=ODD, **IN_GPT_OSS),
     ),
     "divided llama4": ("int4_w4a16_g32", lambda: layer_of(published.packed_int4, INT4, **IN_LLAMA4)),
+    "divided dbrx": (
+        "fp8_channel_token",
+        lambda: layer_of(
+            published.per_channel,
+            FP8_DYNAMIC,
+            sizes=ODD,
+            family=DBRX,
+            block="transformer.blocks.0.ffn",
+            experts="experts.mlp",
+            names=("w1", "v1", "w2"),
+            router="router.layer",
+        ),
+    ),
     "mixtral mxfp4": (
         "mxfp4_w4a16",
         lambda: layer_of(
@@ -316,6 +336,21 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     "fused fp8": (
         "fp8_block128",
         lambda: fused(layer_of(published.blocks, FP8_BLOCK, sizes=(136, 128)), rename=parameters),
+    ),
+    "fused fp8 qwen3_vl": (
+        "fp8_block128",
+        lambda: fused(
+            layer_of(
+                published.blocks,
+                FP8_BLOCK,
+                sizes=(136, 256),
+                family={**QWEN, "model_type": "qwen3_vl_moe_text"},
+                block="model.language_model.layers.0.mlp",
+            ),
+            block="model.language_model.layers.0.mlp",
+            rename=parameters,
+            is_transposed=True,
+        ),
     ),
     "fused fp8 per matrix": (
         "fp8_tensor_dynamic",
@@ -397,7 +432,7 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
     ),
     "auto_round auto_awq": (
         "int4_w4a16_g32_zp",
-        lambda: layer_of(published.awq, auto_round("auto_round:auto_awq", sym=False)),
+        lambda: layer_of(published.awq, auto_round("auto_round:auto_awq", sym=False, quant_method="intel/auto-round")),
     ),
     "auto_round mx": (
         "mxfp4_w4a16",
