@@ -5,7 +5,6 @@ One function per `quant_method` reads its config; compressed-tensors has its own
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +133,11 @@ _ALGORITHMS: Final = {
     "W4A8_NVFP4_FP8": "nvfp4_w4a16",
     "W8A16": "int8_w8a16",
 }
-_IN_16_BITS: Final = {"MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "fp8", "W4A8_NVFP4_FP8": "fp8"}
+_NOTES: Final = {
+    "FP8_PB_WO": "its file says 16-bit activations, which exact_activations=True keeps",
+    "MXFP4": in_16_bits("mxfp4"),
+    **dict.fromkeys(("W4A8_MXFP4_FP8", "W4A8_NVFP4_FP8"), in_16_bits("fp8")),
+}
 
 
 def _modelopt_formats(config: Config) -> FormatOf:
@@ -189,14 +192,14 @@ def _modelopt_format(name: str | None, group_size: str, config: Config) -> Stora
     groups = [group for group in read_objects(config, "config_groups").values() if "weights" in group]
     if algorithm == "NVFP4" and groups and not any(group.get("input_activations") for group in groups):
         algorithm = "W4A16_NVFP4"
-    storage = _plain_format(f"modelopt {algorithm}", _ALGORITHMS[algorithm])
+    storage = _plain_format(f"modelopt {algorithm}", _ALGORITHMS[algorithm], _NOTES.get(algorithm))
     fmt = storage.scheme.weight
     assert fmt is not None
     if group_size not in ("None", "0", str(fmt.group[1])):
         raise CheckpointError(
             f"group_size of quant_algo {algorithm} must be {fmt.group[1]}, got {group_size}; {OTHERWISE}"
         )
-    return dataclasses.replace(storage, note=in_16_bits(_IN_16_BITS[algorithm]) if algorithm in _IN_16_BITS else None)
+    return storage
 
 
 def _without_prefix(module: str) -> str:
@@ -234,7 +237,7 @@ def _check_no_rotation(found: object) -> None:
         raise CheckpointError(f"moereg does not rotate activations, got {shown(found)}; {OTHERWISE}")
 
 
-def _arguments(kind: str, bits: Any, strategy: str, size: Any, dynamic: bool | str) -> Config:
+def _arguments(kind: str, bits: Any, strategy: str, size: Any, dynamic: bool | str) -> dict[str, Any]:
     """As compressed-tensors has them."""
     sizes = {"group_size": size, "block_structure": size}
     return {"type": kind, "num_bits": bits, "strategy": strategy, "dynamic": dynamic, **sizes}
@@ -255,6 +258,7 @@ def _quark_format(layer: Config) -> StorageFormat:
             strategy = "token"
         size = spec.get("block_size") if strategy == "block" else spec.get("group_size")
         group[ours] = _arguments(kind, bits, strategy, size, read_flag(spec, "is_dynamic"))
+        group[ours]["symmetric"] = read_flag(spec, "symmetric", default=True)
     scheme, note = scheme_of("quark", group)
     return _plain_format(f"quark {scheme.name}", scheme.name, note)
 

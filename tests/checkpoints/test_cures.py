@@ -91,6 +91,14 @@ def _bf16() -> Layer:
     return layer
 
 
+def _asymmetric(layer: Layer) -> None:
+    layer.config["quantization_config"]["global_quant_config"]["weight"]["symmetric"] = False
+
+
+def _quark(layer: Layer, dtype: str) -> None:
+    layer.config["quantization_config"]["global_quant_config"]["weight"]["dtype"] = dtype
+
+
 SCALE: Final = "experts.1.down_proj.weight_scale"
 REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "method": (_gptq, settings(quant_method="hqq"), "'hqq' is not read"),
@@ -111,6 +119,7 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "no map": (lambda: made("mixed"), _takes_the_map, "quantized_layers must say what MIXED_PRECISION mixes"),
     "quark type": (lambda: made("quark ptpc"), lambda layer: _quark(layer, "int4"), "dtype must be in"),
     "quark pair": (lambda: made("quark fp8"), lambda layer: _quark(layer, "int8"), "quark activations must be"),
+    "quark zeros": (lambda: made("quark ptpc"), _asymmetric, "quark weights must be of a kind"),
     "fp8 blocks": (lambda: made("fp8 with its router"), settings(weight_block_size=[64, 64]), "got [64, 64]"),
     "static blocks": (lambda: made("fp8 with its router"), settings(activation_scheme="static"), "must be dynamic"),
     "expert_dtype": (lambda: made("fused fp4"), settings(expert_dtype="fp6"), "must be in ['fp8', 'fp4'], got 'fp6'"),
@@ -141,10 +150,6 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "dense": (_bf16, config(mlp_only_layers=[0]), "is dense, but"),
     **{f"a fault: {fault}": (lambda: made("mixed"), FAULTS[fault], "") for fault in FAULTS},
 }
-
-
-def _quark(layer: Layer, dtype: str) -> None:
-    layer.config["quantization_config"]["global_quant_config"]["weight"]["dtype"] = dtype
 
 
 @pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
