@@ -133,6 +133,7 @@ _ALGORITHMS: Final = {
     "W4A8_NVFP4_FP8": "nvfp4_w4a16",
     "W8A16": "int8_w8a16",
 }
+_PREFIX: Final = re.compile(f"^(?:{'|'.join(map(re.escape, LAYERS))})")
 _NOTES: Final = {
     "FP8_PB_WO": "its file says 16-bit activations, which exact_activations=True keeps",
     "MXFP4": in_16_bits("mxfp4"),
@@ -162,10 +163,10 @@ def _modelopt_formats(config: Config) -> FormatOf:
             "quantized_layers must say what MIXED_PRECISION mixes, got none; take hf_quant_config.json from the "
             "model's publisher, which has them"
         )
-    settings = {_without_prefix(name): layer for name, layer in layers.items()}
+    settings = {_PREFIX.sub("layers.", name): layer for name, layer in layers.items()}
 
     def format_of(module: str) -> StorageFormat | None:
-        name = _without_prefix(module)
+        name = _PREFIX.sub("layers.", module)
         # Fused experts in the file and single ones in the map, or the other way round.
         first = name.replace(".experts.", ".experts.0.")
         fused = re.sub(r"\.experts\.\d+\.", ".experts.", name)
@@ -200,11 +201,6 @@ def _modelopt_format(name: str | None, group_size: str, config: Config) -> Stora
             f"group_size of quant_algo {algorithm} must be {fmt.group[1]}, got {group_size}; {OTHERWISE}"
         )
     return storage
-
-
-def _without_prefix(module: str) -> str:
-    prefix = next((prefix for prefix in LAYERS if module.startswith(prefix)), None)
-    return module if prefix is None else f"layers.{module.removeprefix(prefix)}"
 
 
 _QUARK_TYPES: Final = {"fp8_e4m3": ("float", 8), "fp8_e4m3fn": ("float", 8), "fp4": ("float", 4), "int8": ("int", 8)}

@@ -168,6 +168,26 @@ class Layer:
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    ignore = ["lm_head", "re:.*gate$", "re:.*router.*"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
+
+
+def arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": False, "symmetric": True, **more}
+
+
+FP8_DYNAMIC: Final = compressed(
+    "float-quantized", arguments(8, "float", "channel"), arguments(8, "float", "token") | {"dynamic": True}
+)
+
+
 QWEN: Final[Mapping[str, Any]] = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 1,

@@ -15,9 +15,9 @@ from moereg.checkpoints import load_experts
 from moereg.errors import CheckpointError
 from tests.checkpoints import published
 from tests.checkpoints.cures import CURES, Case
-from tests.checkpoints.published import BLOCK, Layer, check, layer_of, write
+from tests.checkpoints.published import BLOCK, FP8_DYNAMIC, Layer, check, layer_of, write
 from tests.checkpoints.small_checkpoint import EXPERTS
-from tests.checkpoints.test_published_formats import FAULTS, FP8_DYNAMIC, made, modelopt
+from tests.checkpoints.test_published_formats import FAULTS, made, modelopt
 
 GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 

@@ -20,7 +20,20 @@ from moereg.checkpoints import load_experts, read_problem
 from moereg.errors import CheckpointError
 from moereg.quantize import dequantize_weights
 from tests.checkpoints import published
-from tests.checkpoints.published import BLOCK, GATE_UP_DOWN, NUM_EXPERTS, QWEN, Layer, check, fused, layer_of, write
+from tests.checkpoints.published import (
+    BLOCK,
+    FP8_DYNAMIC,
+    GATE_UP_DOWN,
+    NUM_EXPERTS,
+    QWEN,
+    Layer,
+    arguments,
+    check,
+    compressed,
+    fused,
+    layer_of,
+    write,
+)
 from tests.checkpoints.tiny_families import FAMILIES, MODELS
 
 partial = functools.partial
@@ -65,24 +78,6 @@ def in_v4(**family: Any) -> dict[str, Any]:
     return {**IN_V4, "family": {**DEEPSEEK_V4, **family}, "extra": bias}
 
 
-def compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    ignore = ["lm_head", "re:.*gate$", "re:.*router.*"]
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-    }
-
-
-def arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "strategy": strategy, "dynamic": False, "symmetric": True, **more}
-
-
-FP8_DYNAMIC: Final = compressed(
-    "float-quantized", arguments(8, "float", "channel"), arguments(8, "float", "token") | {"dynamic": True}
-)
 NV: Final = arguments(4, "float", "tensor_group", group_size=16)
 INT4: Final = compressed("pack-quantized", arguments(4, "int", "group", group_size=32), None)
 GRANITE: Final = {**QWEN, "model_type": "granitemoe", "num_local_experts": NUM_EXPERTS, "shared_intermediate_size": 0}
