@@ -16,8 +16,9 @@ from moereg.errors import CheckpointError
 from tests.checkpoints import published
 from tests.checkpoints.cures import CURES, Case
 from tests.checkpoints.published import BLOCK, FP8_DYNAMIC, Layer, check, layer_of, write
+from tests.checkpoints.published_layers import made, modelopt
 from tests.checkpoints.small_checkpoint import EXPERTS
-from tests.checkpoints.test_published_formats import FAULTS, made, modelopt
+from tests.checkpoints.test_published_formats import FAULTS
 
 GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 

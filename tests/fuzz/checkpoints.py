@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 from moereg.checkpoints import CheckpointLayer, load_experts, moe_layers, read_problem
 from moereg.errors import MoeregError
-from tests.checkpoints.test_published_formats import LAYERS, made
+from tests.checkpoints.published_layers import LAYERS, made
 from tests.fuzz.area import Area
 from tests.fuzz.hostile import apply_edits, draw_edit, draw_file_name, draw_pattern, draw_text, draw_value, dumped
 
