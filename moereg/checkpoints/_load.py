@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -231,7 +231,7 @@ def load_experts(
             if progress is not None:
                 progress(local_expert + 1, len(manifest.parts))
         is_narrow = problem.dtype == "float16" and problem.activation.limit is None
-        found = (manifest.note, _fill_activation_scales(fields), _NARROW if is_narrow else None)
+        found = (manifest.note, _fill_activation_scales(fields, manifest.parts), _NARROW if is_narrow else None)
         notes = tuple(f"layer {layer}: {note}" for note in found if note)
         try:
             weights = ExpertWeights(**fields, quant=problem.quant)
@@ -271,26 +271,29 @@ def _copy_parts(
             raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
 
 
-def _fill_activation_scales(fields: dict[str, torch.Tensor]) -> str | None:
+def _fill_activation_scales(fields: dict[str, torch.Tensor], parts: Sequence[Sequence[ExpertPart]]) -> str | None:
     """Gives experts that were never calibrated, whose scale is 0, the largest of the others; returns a note.
 
     Groups of activations have scales of their own, so that this costs precision and no range. Without any scale the
     field is dropped, and each token has its own.
     """
-    lacking: dict[str, torch.Tensor] = {
-        name: fields[name] == 0 for name in ("a13_scale", "a2_scale") if name in fields and not fields[name].all()
-    }
+    lacking: dict[str, torch.Tensor] = {}
+    for name in {"a13_scale", "a2_scale"} & {*fields}:
+        counts = [sum(part.field == name for part in some) for some in parts]
+        is_short = torch.tensor([count < max(counts) for count in counts], device=fields[name].device)
+        if (missing := is_short | (fields[name] == 0)).any():
+            lacking[name] = missing
     if not lacking:
         return None
     experts = torch.stack(tuple(lacking.values())).any(0).nonzero().flatten().tolist()
     instead = []
-    for name, missing in lacking.items():
+    for name, missing in sorted(lacking.items()):
         if missing.all():
             del fields[name]
             instead.append(f"one per token as {name}")
         else:
-            fields[name][missing] = fields[name].max()
-            instead.append(f"the layer's largest {name}, {float(fields[name].max()):.3g}")
+            fields[name][missing] = largest = fields[name][~missing].max()
+            instead.append(f"the layer's largest {name}, {float(largest):.3g}")
     found = one_line(", ".join(index_ranges(experts)), 60)
     return f"experts {found} have no finite positive input scale; they take {' and '.join(instead)}"
 

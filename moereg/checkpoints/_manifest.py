@@ -95,8 +95,11 @@ class ExpertPart:
         if self.is_interleaved and canonical.dim():
             deinterleave_gate_up(canonical, out=rows, dim=0)
         elif self.half is None or not rows.dim():
-            # Gate and up share an input, which gets the larger scale, so that neither saturates.
-            rows.copy_(torch.maximum(rows, canonical.to(rows)) if self.half else canonical)
+            # Gate and up share an input, which gets the larger scale, so that neither saturates; 0 stands for none.
+            canonical = canonical.to(rows)
+            if self.half:
+                canonical = torch.where((rows > 0) & (canonical > 0), torch.maximum(rows, canonical), 0)
+            rows.copy_(canonical)
         else:
             rows.chunk(2)[self.half].copy_(canonical)
 

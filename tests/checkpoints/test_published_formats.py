@@ -135,15 +135,34 @@ def test_an_expert_that_was_never_calibrated_takes_the_largest_scale(tmp_path: P
     check(found, layer)
 
 
-def test_gate_and_up_share_the_scale_that_one_of_them_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize("value", [None, 0.0])
+def test_one_of_gate_and_up_is_enough_to_lack(tmp_path: Path, projection: str, value: float | None) -> None:
     layer = ONE_NVFP4()
-    del layer.tensors[f"{BLOCK}.experts.1.gate_proj.input_scale"]
-    layer.tensors[f"{BLOCK}.experts.2.up_proj.input_scale"] = torch.tensor(0.0)
+    del layer.tensors[f"{BLOCK}.experts.1.{projection}.input_scale"]
+    if value is not None:
+        layer.tensors[f"{BLOCK}.experts.1.{projection}.input_scale"] = torch.tensor(value)
     found = load_experts(write(tmp_path, layer), 0)
     scales = found.weights.a13_scale
     assert scales is not None
-    assert scales[1] == layer.tensors[f"{BLOCK}.experts.1.up_proj.input_scale"]
-    assert scales[2] == layer.tensors[f"{BLOCK}.experts.2.gate_proj.input_scale"]
+    others = [layer.tensors[f"{BLOCK}.experts.{e}.{part}.input_scale"] for e in (0, 2) for part in GATE_UP_DOWN[:2]]
+    assert scales[1] == max(others)
+    (note,) = found.notices
+    assert "experts 1 have no finite positive input scale; they take the layer's largest a13_scale, " in note
+    assert found.weights.a2_scale is not None
+    assert len(found.weights.a2_scale.unique()) == NUM_EXPERTS
+
+
+def test_scales_of_gate_alone_are_scales(tmp_path: Path) -> None:
+    layer = ONE_NVFP4()
+    for expert in range(NUM_EXPERTS):
+        del layer.tensors[f"{BLOCK}.experts.{expert}.up_proj.input_scale"]
+    found = load_experts(write(tmp_path, layer), 0)
+    expected = [
+        float(layer.tensors[f"{BLOCK}.experts.{expert}.gate_proj.input_scale"]) for expert in range(NUM_EXPERTS)
+    ]
+    assert found.weights.a13_scale is not None
+    assert found.weights.a13_scale.tolist() == expected
     assert not found.notices
 
 
