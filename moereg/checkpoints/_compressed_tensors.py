@@ -9,15 +9,16 @@ from typing import Any, Final
 
 import torch
 
+from moereg.checkpoints._files import ONE_EXPORT
 from moereg.checkpoints._formats import (
     FLOATS,
+    OTHERWISE,
     FormatOf,
     Projection,
     StorageFormat,
     StoredTensor,
-    block_tensors,
-    exponents,
-    one_number,
+    activation_tensors,
+    plain_tensors,
 )
 from moereg.checkpoints._patterns import Patterns
 from moereg.errors import CheckpointError, shown
@@ -32,7 +33,7 @@ from moereg.routing.config_entries import (
     read_object,
     read_objects,
 )
-from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.weights.words import repacked_zero_points, word_bytes
 
 _NO_ACTIVATIONS: Final = "16-bit"
@@ -64,6 +65,13 @@ _SCHEMES: Final = {
     ("float4 tensor_group 16", "float4 local tensor_group 16"): "nvfp4",
     ("float4 tensor_group 16", _NO_ACTIVATIONS): "nvfp4_w4a16",
     ("float4 group 32", _NO_ACTIVATIONS): "mxfp4_w4a16",
+    ("float4 group 32", "float8 dynamic group 32"): "mxfp4_mxfp8",
+}
+# Schemes that read the same weights, where moereg has none with these activations.
+_SCHEMES_IN_16_BITS: Final = {
+    ("float4 group 32", "float4 dynamic group 32"): "mxfp4_w4a16",
+    ("float4 group 32", "float8 static tensor"): "mxfp4_w4a16",
+    ("float4 group 32", "float8 dynamic token"): "mxfp4_w4a16",
 }
 
 
@@ -87,7 +95,7 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
         ("transform_config", config.get("transform_config")),
     ):
         if found:
-            raise CheckpointError(f"moereg does not read {key}, got {shown(found)}; use a release without it")
+            raise CheckpointError(f"moereg does not read {key}, got {shown(found)}; {OTHERWISE}")
     patterns = Patterns("targets and ignore")
     is_ignored = _matcher(patterns, read_names(config, "ignore"))
     choices = [(_matcher(patterns, read_names(group, "targets")), group) for group in groups.values()]
@@ -121,14 +129,7 @@ def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]
 
 def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     layout = read_name(group, "format") or default or ""
-    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
-    if (weights, activations) not in _SCHEMES:
-        known = [f"{pair[0]} with {pair[1]} activations" for pair in _SCHEMES]
-        raise CheckpointError(
-            f"compressed-tensors weights and activations must be one of the kinds that moereg knows, got {weights} "
-            f"weights with {activations} activations; use another release of the model (known: {', '.join(known)})"
-        )
-    scheme = get_scheme(_SCHEMES[weights, activations])
+    scheme, note = scheme_of("compressed-tensors", group)
     assert scheme.weight is not None
     stored_as = (scheme.weight.dtype, scheme.weight.scale_dtype)
     if (layout, *stored_as) not in _LAYOUTS:
@@ -137,9 +138,29 @@ def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
             f"the compressed-tensors format of {scheme.name} must be {' or '.join(known)}, got {shown(layout)}; take "
             "the file from the model's publisher"
         )
-    is_tensor = group["weights"].get("strategy") == "tensor"
-    tensors = functools.partial(_tensors, _LAYOUTS[(layout, *stored_as)], scheme, is_tensor)
-    return StorageFormat(f"compressed-tensors {layout} {scheme.name}", scheme, tensors)
+    tensors = functools.partial(_LAYOUTS[(layout, *stored_as)], scheme)
+    return StorageFormat(f"compressed-tensors {layout} {scheme.name}", scheme, tensors, note)
+
+
+def scheme_of(method: str, group: Mapping[str, Any]) -> tuple[QuantScheme, str | None]:
+    """The scheme of a group's `weights` and `input_activations`, and a note if activations keep 16 bits instead."""
+    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
+    name = _SCHEMES.get((weights, activations)) or _SCHEMES_IN_16_BITS.get((weights, activations))
+    if name is None:
+        pairs = (*_SCHEMES, *_SCHEMES_IN_16_BITS)
+        with_these = [theirs for ours, theirs in pairs if ours == weights]
+        known = dict.fromkeys(with_these or [ours for ours, _ in pairs])
+        raise CheckpointError(
+            f"{method} {'activations' if with_these else 'weights'} must be of a kind that moereg knows, got {weights} "
+            f"weights with {activations} activations (known{' with them' if with_these else ''}: {', '.join(known)}); "
+            f"{OTHERWISE}"
+        )
+    return get_scheme(name), None if (weights, activations) in _SCHEMES else in_16_bits(activations)
+
+
+def in_16_bits(activations: str) -> str:
+    """A note that activations are not quantized as the file says."""
+    return f"its file says {activations} activations; they stay in 16 bits, since moereg has no such scheme"
 
 
 def _describe(group: Mapping[str, Any], side: str) -> str:
@@ -166,47 +187,15 @@ def _describe(group: Mapping[str, Any], side: str) -> str:
     return " ".join(words)
 
 
-# Lists the tensors of a projection's weights.
-_Layout = Callable[[QuantFormat, bool, Projection], Sequence[StoredTensor]]
-_NUMBER: Final = ((1,), ())
-
-
-def _tensors(layout: _Layout, scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """The tensors of a layout, one of `_LAYOUTS`, and `input_scale` [1] if activations have a static scale.
-
-    `is_tensor` says whether the whole projection has one scale.
-    """
-    assert scheme.weight is not None
-    tensors = layout(scheme.weight, is_tensor, projection)
-    if scheme.activation is None:
-        return tensors
-    if scheme.activation.static:
-        return (*tensors, StoredTensor(".input_scale", _NUMBER, FLOATS, "activation_scale", one_number))
-    if scheme.activation.global_scale:
-        return (*tensors, StoredTensor(".input_global_scale", _NUMBER, FLOATS, "activation_scale", _inverse))
-    return tensors
-
-
-def _naive(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """`weight` [N,K] e4m3 or int8 and `weight_scale`: [1], [N,1], or one per block.
-
-    Source: compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
-    """
-    if WHOLE not in fmt.group:
-        return block_tensors(projection, "weight_scale")
-    dtype = "I8" if fmt.dtype == "int8" else "F8_E4M3"
-    rows = StoredTensor(".weight_scale", ((projection.rows, 1),), FLOATS, "scale")
-    number = StoredTensor(".weight_scale", _NUMBER, FLOATS, "scale", one_number)
-    return StoredTensor(".weight", (projection.shape,), (dtype,), "weight"), number if is_tensor else rows
-
-
-def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+def _packed_integers(scheme: QuantScheme, projection: Projection) -> Sequence[StoredTensor]:
     """`weight_packed` [N, ceil(K/8)] int32 (8 bits: K/4), `weight_scale` [N,G], `weight_shape`, N and K.
 
     Codes are signed integers plus 8 (128), packed along K, lowest bits first; unused bits of a row's last word are 0.
     `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
     Source: compressors/pack_quantized of compressed-tensors 0.20.0.
     """
+    fmt = scheme.weight
+    assert fmt is not None
     rows, columns, num_groups = *projection.shape, projection.num_groups(fmt.group[1])
     shape = (rows, -(-columns * fmt.bits // 32))
 
@@ -217,65 +206,33 @@ def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) 
     def zeros(stored: torch.Tensor) -> torch.Tensor:
         return repacked_zero_points(stored.mT, rows)
 
-    zero_point = StoredTensor(".weight_zero_point", ((-(-rows // 8), num_groups),), ("I32",), "zero_point", zeros)
+    check_shape = functools.partial(_check_shape, projection)
+    zero_point = StoredTensor(("weight_zero_point",), ((-(-rows // 8), num_groups),), ("I32",), "zero_point", zeros)
     return (
-        StoredTensor(".weight_packed", (shape,), ("I32",), "weight", codes),
-        StoredTensor(".weight_scale", ((rows, num_groups),), FLOATS, "scale"),
-        StoredTensor(".weight_shape", ((2,),), ("I64", "I32"), None, functools.partial(_check_shape, projection)),
+        StoredTensor(("weight_packed",), (shape,), ("I32",), "weight", codes),
+        StoredTensor(("weight_scale",), ((rows, num_groups),), FLOATS, "scale"),
+        StoredTensor(("weight_shape",), ((2,),), ("I64", "I32"), None, check_shape, required=False),
         *(() if fmt.symmetric else (zero_point,)),
+        *activation_tensors(scheme, projection),
     )
 
 
-def _unpacked_int4(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+def _unpacked_int4(scheme: QuantScheme, projection: Projection) -> Sequence[StoredTensor]:
     """`weight` [N,K] int8 from -8 to 7, `weight_scale` and `weight_zero_point` [N,G], the latter in the same range.
 
     compressed-tensors 0.20.0 stores integers with quantized activations like this, unless told another format.
     Source: compressors/format.py and compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
     """
+    fmt = scheme.weight
+    assert fmt is not None
     groups = ((projection.rows, projection.num_groups(fmt.group[1])),)
-    zero_point = StoredTensor(".weight_zero_point", groups, ("I8",), "zero_point", _packed_codes)
+    zero_point = StoredTensor(("weight_zero_point",), groups, ("I8",), "zero_point", _packed_codes)
     return (
-        StoredTensor(".weight", (projection.shape,), ("I8",), "weight", _packed_codes),
-        StoredTensor(".weight_scale", groups, FLOATS, "scale"),
+        StoredTensor(("weight",), (projection.shape,), ("I8",), "weight", _packed_codes),
+        StoredTensor(("weight_scale",), groups, FLOATS, "scale"),
         *(() if fmt.symmetric else (zero_point,)),
+        *activation_tensors(scheme, projection),
     )
-
-
-def _nvfp4(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """`weight_packed` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3 and two global scales.
-
-    Quantizing multiplies by `weight_global_scale` and `input_global_scale` [1] fp32, so dequantizing divides by them.
-    Source: compressors/nvfp4 and quantization/lifecycle/forward.py of compressed-tensors 0.20.0.
-    """
-    groups = (projection.rows, projection.num_groups(16))
-    return (
-        StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "weight"),
-        StoredTensor(".weight_scale", (groups,), ("F8_E4M3",), "scale"),
-        StoredTensor(".weight_global_scale", _NUMBER, FLOATS, "scale_2", _inverse),
-    )
-
-
-def _mx(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """Codes, and `weight_scale` [N,K/32] uint8, codes of e8m0.
-
-    mxfp4: `weight_packed` [N,K/2] uint8, low nibble the even column. mxfp8: `weight` [N,K] e4m3.
-    Source: compressors/mxfp4, compressors/mxfp8 and mx_utils.py of compressed-tensors 0.20.0.
-    """
-    packed = StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "weight")
-    weight = StoredTensor(".weight", (projection.shape,), ("F8_E4M3",), "weight")
-    groups = (projection.rows, projection.num_groups(32))
-    scale = StoredTensor(".weight_scale", (groups,), ("U8", "F8_E8M0"), "scale", exponents)
-    return packed if fmt.bits == 4 else weight, scale
-
-
-def _inverse(stored: torch.Tensor) -> torch.Tensor:
-    number = one_number(stored).float()
-    if not (number.isfinite() and number > 0):
-        raise CheckpointError(
-            f"global scales of compressed-tensors must be finite and positive, since they divide, got {float(number)}; "
-            "calibrate again"
-        )
-    return 1 / number
 
 
 def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
@@ -291,23 +248,27 @@ def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:
     if stored.tolist() != [projection.rows, projection.columns]:
         raise CheckpointError(
             f"it must be {[projection.rows, projection.columns]} where config.json has these sizes, got "
-            f"{stored.tolist()}; use the config.json that belongs to these tensors"
+            f"{stored.tolist()}; {ONE_EXPORT}"
         )
     return stored
 
 
+# Lists the tensors of a projection's weights in a scheme.
+_Layout = Callable[[QuantScheme, Projection], Sequence[StoredTensor]]
+_divided: Final = functools.partial(plain_tensors, scales_divide=True)
+
 _LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
     {
-        ("float-quantized", "float8_e4m3fn", "float32"): _naive,
-        ("naive-quantized", "float8_e4m3fn", "float32"): _naive,
-        ("int-quantized", "int8", "float32"): _naive,
-        ("naive-quantized", "int8", "float32"): _naive,
+        ("float-quantized", "float8_e4m3fn", "float32"): plain_tensors,
+        ("naive-quantized", "float8_e4m3fn", "float32"): plain_tensors,
+        ("int-quantized", "int8", "float32"): plain_tensors,
+        ("naive-quantized", "int8", "float32"): plain_tensors,
         ("pack-quantized", "int8", "float32"): _packed_integers,
         ("pack-quantized", "uint4", "float32"): _packed_integers,
         ("int-quantized", "uint4", "float32"): _unpacked_int4,
-        ("nvfp4-pack-quantized", "float4_e2m1fn", "float8_e4m3fn"): _nvfp4,
-        ("mxfp4-pack-quantized", "float4_e2m1fn", "float8_e8m0fnu"): _mx,
-        ("mxfp8-quantized", "float8_e4m3fn", "float8_e8m0fnu"): _mx,
+        ("nvfp4-pack-quantized", "float4_e2m1fn", "float8_e4m3fn"): _divided,
+        ("mxfp4-pack-quantized", "float4_e2m1fn", "float8_e8m0fnu"): plain_tensors,
+        ("mxfp8-quantized", "float8_e4m3fn", "float8_e8m0fnu"): plain_tensors,
     }
 )
 """Layouts by the config's `format`, the element type and the group scales' type."""

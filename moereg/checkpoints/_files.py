@@ -19,10 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moereg.errors import CheckpointError, shown
-from moereg.routing import language_config
+from moereg.routing import BY_HAND, language_config
 from moereg.runtime.files import open_regular
 from moereg.runtime.memory import format_bytes
 
+ONE_EXPORT: Final = f"take config.json and tensors from one export of the model, or, if they are, {BY_HAND}"
+"""A cure where config.json and tensors contradict each other."""
 # Names of the Hub are looked up in its local cache; nothing is downloaded.
 _HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 INDEX: Final = "model.safetensors.index.json"
@@ -34,15 +36,19 @@ _LARGEST_INDEX: Final = 256 * 2**20
 # safetensors' own limit.
 _LARGEST_HEADER: Final = 100_000_000
 # Loading a pickle runs its code, so pickles are named in the error and never opened.
-_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
-# Dtypes of fused experts' formats.
+_PICKLES: Final = (".bin", ".pt", ".pth")
 _ROW_DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
-    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
 }
+"""Dtypes of tensors with all experts, of which rows are read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +100,7 @@ class CheckpointFiles(contextlib.ExitStack):
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
         """The checkpoint's quantization config and the file that holds it; None if no file does."""
+        found: tuple[Mapping[str, Any], str] | None = None
         for config in (self._full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)
@@ -104,15 +111,20 @@ class CheckpointFiles(contextlib.ExitStack):
                         f"{self.path / 'config.json'}: {key} must be a JSON object, got {shown(quantization)}; take "
                         "config.json from the model's publisher"
                     )
-                return quantization, "config.json"
-        # ModelOpt writes a separate file, and some of its exports leave config.json as it was.
+                # DeepSeek-V4 has it beside, its successors inside.
+                beside = {"expert_dtype": self.config["expert_dtype"]} if "expert_dtype" in self.config else {}
+                found = {**beside, **quantization}, "config.json"
+                if quantization.get("quant_algo") != "MIXED_PRECISION" or quantization.get("quantized_layers"):
+                    return found
+        # ModelOpt writes a separate file, and some of its exports leave config.json as it was, or without the map.
         model_opt_path = self.find(_MODEL_OPT)
         if model_opt_path is None:
-            return None
+            return found
         quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):
             raise CheckpointError(
-                f"{model_opt_path} must hold an object named quantization, got {shown(quantization)}; download it again"
+                f"{model_opt_path} must hold an object named quantization, got {shown(quantization)}; take it from the "
+                "model's publisher"
             )
         return {"quant_method": "modelopt", **quantization}, _MODEL_OPT
 
@@ -123,9 +135,13 @@ class CheckpointFiles(contextlib.ExitStack):
         if index_path is not None:
             weight_map = _read_json_object(index_path, _LARGEST_INDEX).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{index_path} must hold a weight_map, which is missing; download the file again")
+                raise CheckpointError(
+                    f"{index_path} must hold a weight_map, which is missing; take it from the model's publisher"
+                )
             if others := [file for file in weight_map.values() if not isinstance(file, str)]:
-                raise CheckpointError(f"{index_path} must map to files, got {shown(others[0])}; download it again")
+                raise CheckpointError(
+                    f"{index_path} must map to files, got {shown(others[0])}; take it from the model's publisher"
+                )
             return weight_map
         if self.find(SINGLE) is not None:
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
@@ -133,10 +149,12 @@ class CheckpointFiles(contextlib.ExitStack):
             names = sorted(os.listdir(self.path))
         except OSError as error:
             raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
-        if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES)]:
+        if others := [name for name in names if name.endswith((*_PICKLES, ".gguf"))]:
+            is_pickle = others[0].endswith(_PICKLES)
+            cure = "convert it with transformers: from_pretrained, then save_pretrained"
             raise CheckpointError(
-                f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
-                "convert it with transformers: from_pretrained, then save_pretrained"
+                f"only safetensors checkpoints are read, got {others[0]} and no safetensors in {str(self.path)!r}; "
+                f"{cure if is_pickle else 'use the release that the GGUF was made of'}"
             )
         raise CheckpointError(
             f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; "
@@ -181,10 +199,7 @@ class CheckpointFiles(contextlib.ExitStack):
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
             source = INDEX if os.path.isfile(self.path / INDEX) else SINGLE
-            raise CheckpointError(
-                f"tensor {name!r} is missing from {self.path / source}; download the checkpoint again, or check that "
-                "config.json belongs to it"
-            )
+            raise CheckpointError(f"tensor {name!r} is missing from {self.path / source}; {ONE_EXPORT}")
         return self.file_of[name]
 
     def _shard(self, file: str) -> Any:
@@ -192,7 +207,9 @@ class CheckpointFiles(contextlib.ExitStack):
             return self._shards[file]
         # An untrusted index must not reach files outside the checkpoint.
         if Path(file).name != file:
-            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
+            raise CheckpointError(
+                f"{INDEX} must name files of its own directory, got {shown(file)}; take it from the model's publisher"
+            )
         shard_path = self.find(file)
         if shard_path is None:
             raise CheckpointError(
@@ -277,13 +294,17 @@ def _read_json_object(path: Path, largest: int) -> Mapping[str, Any]:
             content = file.read(largest + 1)
         value = json.loads(content.decode("utf-8")) if len(content) <= largest else None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must be readable JSON, got: {error}; download that file again") from error
+        raise CheckpointError(
+            f"{path} must be readable JSON, got: {error}; take it from the model's publisher"
+        ) from error
     if len(content) > largest:
         raise CheckpointError(
             f"{path} must be at most {format_bytes(largest)}, got more; take it from the model's publisher"
         )
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}; download that file again")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(value).__name__}; take it from the model's publisher"
+        )
     return value
 
 

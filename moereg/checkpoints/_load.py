@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from moereg.arguments import check_device
 from moereg.checkpoints._files import CheckpointFiles
-from moereg.checkpoints._manifest import list_layer, moe_layer_indices
-from moereg.errors import ArgumentError, CheckpointError, RequestError, TooLargeError, shown
+from moereg.checkpoints._manifest import ExpertPart, LayerManifest, list_layer, moe_layer_indices
+from moereg.errors import ArgumentError, CheckpointError, RequestError, TooLargeError, index_ranges, one_line, shown
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.quantize import dequantize_rows, expert_matrix
 from moereg.routing import RouterSpec
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.torch_state import in_plain_torch
@@ -22,6 +23,7 @@ from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
+_NARROW: Final = 'float16 ends at 65,504, which an intermediate may pass: dtype="bfloat16" if outputs are not finite'
 # Problem fields that a checkpoint does not decide; it fixes all others.
 _OVERRIDES: Final = (
     "activation_format",
@@ -51,6 +53,7 @@ class CheckpointLayer:
         ep_rank: Local experts start at `ep_rank * num_local_experts`.
         has_shared_experts: Whether the model's layer also has experts that take every token. They are not part of
             this layer: the model combines their output with the kernel's.
+        notes: What was not read as the files say.
     """
 
     problem: MoEProblem
@@ -63,13 +66,15 @@ class CheckpointLayer:
     correction_bias: torch.Tensor | None = None
     ep_rank: int = 0
     has_shared_experts: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Notes for the layer's user, one line each; usually none."""
         if not self.has_shared_experts:
-            return ()
+            return self.notes
         return (
+            *self.notes,
             f"layer {self.layer} also has shared experts, which are not in it: combine their output with the kernel's "
             "as the model does",
         )
@@ -218,15 +223,16 @@ def load_experts(
         held_as = problem.dtype if problem.quant.weight is None else problem.quant.name
         _check_fits(subject, expert_bytes, problem.num_local_experts, held_as, device, max_memory_fraction)
         fields = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
+        for name in ("a13_scale", "a2_scale"):
+            if name in fields:
+                fields[name].zero_()
         for local_expert, parts in enumerate(manifest.parts):
-            for part in parts:
-                stored = files.read(part.name, part.row, part.num_rows)
-                try:
-                    part.copy_to(fields, local_expert, stored)
-                except ValueError as error:
-                    raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
+            _copy_parts(files, parts, fields, local_expert)
             if progress is not None:
                 progress(local_expert + 1, len(manifest.parts))
+        is_narrow = problem.dtype == "float16" and problem.activation.limit is None
+        found = (manifest.note, _fill_activation_scales(fields, manifest.parts), _NARROW if is_narrow else None)
+        notes = tuple(f"layer {layer}: {note}" for note in found if note)
         try:
             weights = ExpertWeights(**fields, quant=problem.quant)
         except ValueError as error:
@@ -236,8 +242,7 @@ def load_experts(
             return None if name is None else files.read(name).to(device, dtype, copy=True)
 
         router_dtype = torch.float32 if manifest.router.fp32_weight else problem.torch_dtype
-        router_weight = read(manifest.router_weight, router_dtype)
-        assert router_weight is not None
+        router_weight = _read_router(files, manifest).to(device, router_dtype)
         # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
         correction_bias = read(manifest.correction_bias, torch.float32)
         return CheckpointLayer(
@@ -251,7 +256,58 @@ def load_experts(
             correction_bias=None if correction_bias is None else correction_bias.reshape(-1),
             ep_rank=ep_rank,
             has_shared_experts=manifest.has_shared_experts,
+            notes=notes,
         )
+
+
+def _copy_parts(
+    files: CheckpointFiles, parts: Iterable[ExpertPart], fields: Mapping[str, torch.Tensor], expert: int
+) -> None:
+    for part in parts:
+        stored = files.read(part.name, part.row, part.num_rows)
+        try:
+            part.copy_to(fields, expert, stored)
+        except ValueError as error:
+            raise CheckpointError(f"{part.name} of {str(files.path)!r}: {error}") from error
+
+
+def _fill_activation_scales(fields: dict[str, torch.Tensor], parts: Sequence[Sequence[ExpertPart]]) -> str | None:
+    """Gives experts that were never calibrated, whose scale is 0, the largest of the others; returns a note.
+
+    Groups of activations have scales of their own, so that this costs precision and no range. Without any scale the
+    field is dropped, and each token has its own.
+    """
+    lacking: dict[str, torch.Tensor] = {}
+    for name in {"a13_scale", "a2_scale"} & {*fields}:
+        counts = [sum(part.field == name for part in some) for some in parts]
+        is_short = torch.tensor([count < max(counts) for count in counts], device=fields[name].device)
+        if (missing := is_short | (fields[name] == 0)).any():
+            lacking[name] = missing
+    if not lacking:
+        return None
+    experts = torch.stack(tuple(lacking.values())).any(0).nonzero().flatten().tolist()
+    instead = []
+    for name, missing in sorted(lacking.items()):
+        if missing.all():
+            del fields[name]
+            instead.append(f"one per token as {name}")
+        else:
+            fields[name][missing] = largest = fields[name][~missing].max()
+            instead.append(f"the layer's largest {name}, {float(largest):.3g}")
+    found = one_line(", ".join(index_ranges(experts)), 60)
+    return f"experts {found} have no finite positive input scale; they take {' and '.join(instead)}"
+
+
+def _read_router(files: CheckpointFiles, manifest: LayerManifest) -> torch.Tensor:
+    """The router's weight, dequantized."""
+    scheme, parts = manifest.router_format.scheme, manifest.router_parts
+    if scheme.weight is None:
+        return files.read(parts[0].name)
+    sizes = (manifest.router.num_experts, manifest.problem.hidden_size)
+    rows = scheme.tensor_rows(1, *sizes, num_halves=1, has_bias=False)
+    fields = {row.name: torch.empty(row.shapes[0], dtype=row.dtype) for row in rows if row.matrix == "w2"}
+    _copy_parts(files, parts, fields, 0)
+    return dequantize_rows(expert_matrix(fields, "w2", 0), scheme.weight, sizes[1], slice(None), torch.float32)
 
 
 def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -12,9 +12,16 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_errors
-from moereg.checkpoints._formats import FLOATS, Projection, StorageFormat, StoredTensor, as_is, unquantized_format
-from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType, count_layers
+from moereg.checkpoints._files import ONE_EXPORT, CheckpointFiles, TensorHeader, config_errors
+from moereg.checkpoints._formats import (
+    FLOATS,
+    UNQUANTIZED,
+    WEIGHT_NAMES,
+    Projection,
+    StorageFormat,
+    StoredTensor,
+)
+from moereg.checkpoints._models import LAYERS, MODEL_TYPES, ExpertNames, ModelType, count_layers
 from moereg.checkpoints._quantization import quantized_format
 from moereg.errors import ArgumentError, CheckpointError, index_ranges, one_line, shown
 from moereg.routing import BY_HAND, RouterSpec, unknown_model_message
@@ -24,24 +31,13 @@ from moereg.spec.quant_schemes import tensor_name
 from moereg.weights.checks import check_scale
 from moereg.weights.layouts import deinterleave_gate_up
 
-# Prefixes of layer names: language models, old and new multimodal models, models saved without a head, Qwen3-Omni,
-# Nemotron-H and models built around it, and DBRX.
-_LAYERS: Final = (
-    "model.layers.",
-    "model.language_model.layers.",
-    "language_model.model.layers.",
-    "language_model.layers.",
-    "layers.",
-    "thinker.model.layers.",
-    "backbone.layers.",
-    "language_model.backbone.layers.",
-    "llm.model.layers.",
-    "transformer.blocks.",
-)
 # A module of shared experts, inside the block or next to it.
 _SHARED: Final = re.compile(r"(?:^|\.)(shared?_(?:expert|mlp)\w*)")
 # An expert's index in a tensor's name.
 _INDEX: Final = re.compile("[0-9]{1,9}")
+# Names of one expert's projections, of whichever type: as most publishers call them, and as tools that divide fused
+# experts do (llm-compressor).
+_DIVIDED: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -65,6 +61,7 @@ class ExpertPart:
         row: Row of the fused tensor; None if the tensor is this expert's alone.
         num_rows: Rows per expert, in units of which `row` counts; None means one row without that dimension.
         is_interleaved: Whether gate and up rows alternate.
+        is_transposed: Whether a matrix is stored as [in,out].
     """
 
     name: str
@@ -74,6 +71,7 @@ class ExpertPart:
     row: int | None = None
     num_rows: int | None = None
     is_interleaved: bool = False
+    is_transposed: bool = False
 
     @property
     def field(self) -> str | None:
@@ -85,41 +83,159 @@ class ExpertPart:
 
         Raises ArgumentError if its values contradict its format.
         """
-        canonical = self.tensor.convert(stored)
+        canonical = self.tensor.convert(stored.mT if self.is_transposed else stored)
         if self.field is None:
             return
-        if self.tensor.role in ("scale", "scale_2", "activation_scale"):
+        if self.tensor.role in ("scale", "scale_2", "activation_scale") and self.tensor.required:
             # Checked while every part is on the CPU and gate and up are still separate.
-            check_scale(self.field, canonical)
+            is_input = self.tensor.role == "activation_scale"
+            instead = "the largest of the layer's experts in its place" if is_input else "a finite one"
+            check_scale(self.field, canonical, f"export the checkpoint with {instead}")
         rows = fields[self.field][expert]
-        if self.is_interleaved:
+        if self.is_interleaved and canonical.dim():
             deinterleave_gate_up(canonical, out=rows, dim=0)
-        elif self.half is None:
+        elif self.half is None or not rows.dim():
+            # Gate and up share an input, which gets the larger scale, so that neither saturates; 0 stands for none.
+            canonical = canonical.to(rows)
+            if self.half:
+                canonical = torch.where((rows > 0) & (canonical > 0), torch.maximum(rows, canonical), 0)
             rows.copy_(canonical)
-        elif rows.dim():
-            rows.chunk(2)[self.half].copy_(canonical)
         else:
-            # Gate and up share an input, which gets the larger scale, so that neither saturates.
-            rows.copy_(canonical if self.half == 0 else torch.maximum(rows, canonical.to(rows)))
+            rows.chunk(2)[self.half].copy_(canonical)
 
 
-def _list_projections(
-    model: ModelType, sizes: LayerSizes, root: str, expert: int, fused: FusedNames | None
-) -> Iterator[tuple[str, int | None, Projection]]:
-    """The projections of a (global) expert, each with its matrix and half.
+def _expert_names(files: CheckpointFiles, model: ModelType, root: str, expert: int) -> ExpertNames:
+    """The names under which the expert has a weight, else the publisher's.
 
-    `root` is the prefix of the block's names, including the dot; `fused` is None if each expert has its own tensors.
+    `root` is the prefix of the block's names, including the dot.
     """
-    if fused is None:
-        assert model.projections is not None
-        *gate_up, down = (f"{root}experts.{expert}.{name}" for name in model.projections)
-    else:
-        *gate_up, down = (f"{root}{name}" for name in (*fused.w13, fused.w2))
-    is_half, has_gate = len(gate_up) == 2, model.projections is None or len(model.projections) == 3
-    rows = sizes.intermediate_size * (2 if has_gate and not is_half else 1)
-    for half, name in enumerate(gate_up):
-        yield "w13", half if is_half else None, Projection(name, rows, sizes.hidden_size, is_half)
-    yield "w2", None, Projection(down, sizes.hidden_size, sizes.intermediate_size)
+    usual = (model.projections or _DIVIDED[0], *(_DIVIDED if model.has_gate else ()))
+    known = [ExpertNames(tuple(f"experts.{name}" for name in some[:-1]), f"experts.{some[-1]}") for some in usual]
+    # Of alternating gate and up rows it is not known whether a tool that divides experts keeps them.
+    known += [some for some in model.fused if "." in some.w2 and not (model.is_interleaved and len(some.w13) == 1)]
+    single = [names.divided() for names in known]
+    weight = StoredTensor(WEIGHT_NAMES, (), ())
+    for names in (*model.fused, *single):
+        module = f"{root}{names.w13[0].format(expert)}"
+        found = next((name for name in weight.full_names(module, names.is_fused) if name in files.file_of), None)
+        if found is not None:
+            return dataclasses.replace(names, is_parameter=not found.startswith(f"{module}."))
+    return model.fused[-1] if model.projections is None else single[0]
+
+
+@dataclasses.dataclass
+class _Experts:
+    """Lists the parts of a layer's experts.
+
+    Attributes:
+        root: Prefix of the block's names, including the dot.
+        storage: How they are stored.
+        is_transposed: Whether fused matrices are stored as [E,in,out].
+    """
+
+    files: CheckpointFiles
+    model: ModelType
+    sizes: LayerSizes
+    root: str
+    names: ExpertNames
+    storage: StorageFormat = UNQUANTIZED
+    is_transposed: bool = False
+
+    def projections(self, expert: int) -> Iterator[tuple[str, Projection]]:
+        """The projections of a (global) expert, each with its matrix."""
+        names, sizes = self.names, self.sizes
+        parts = ("gate", "up") if len(names.w13) == 2 else ("gate_up",) if self.model.has_gate else (None,)
+        rows = sizes.intermediate_size * (2 if parts == ("gate_up",) else 1)
+        for part, name in zip(parts, names.w13, strict=True):
+            yield "w13", Projection(f"{self.root}{name.format(expert)}", rows, sizes.hidden_size, part)
+        yield "w2", Projection(f"{self.root}{names.w2.format(expert)}", sizes.hidden_size, sizes.intermediate_size)
+
+    def set_storage(self, experts: range) -> None:
+        """Finds out how the experts are stored."""
+        projections = (projection for expert in experts for _, projection in self.projections(expert))
+        modules = list(dict.fromkeys(projection.module for projection in projections))
+        self.storage = storage = quantized_format(self.files, modules) or UNQUANTIZED
+        fmt, names = storage.scheme.weight, self.names
+        if fmt is not None and (names.is_flat or (names.is_fused and self.model.is_interleaved and fmt.group[0] > 1)):
+            reason = "are stored flat" if names.is_flat else "have alternating gate and up rows, which blocks would mix"
+            raise CheckpointError(
+                f"{self.files.path / 'config.json'}: fused experts of model type "
+                f"{self.files.config.get('model_type')!r} {reason}, so they cannot be stored as {storage.name}; use a "
+                f"release with a tensor per expert, or {BY_HAND}"
+            )
+        if not names.is_fused or names.is_flat:
+            return
+        # No sizes make both w13's and w2's shapes ambiguous.
+        fits = []
+        with config_errors(self.files):
+            first = list(self._stored(experts[0]))
+        for part in first:
+            if part.tensor.role == "weight" and part.name in self.files.file_of:
+                shape = self.files.header(part.name).shape[1:]
+                fits.append((shape in part.tensor.shapes, shape[::-1] in part.tensor.shapes))
+        self.is_transposed = not all(fit for fit, _ in fits) and all(fit for _, fit in fits)
+
+    def parts(self, expert: int) -> Iterator[ExpertPart]:
+        """The parts of a (global) expert; those that need not exist do."""
+        num_experts, size = self.sizes.num_experts, self.sizes.intermediate_size
+        for part in self._stored(expert):
+            if not part.tensor.required and part.name not in self.files.file_of:
+                continue
+            if self.names.is_flat:  # Gate, up and down, each [E*I,H].
+                tensor = dataclasses.replace(part.tensor, shapes=((num_experts * size, self.sizes.hidden_size),))
+                is_down = part.matrix == "w2"
+                yield dataclasses.replace(part, tensor=tensor, row=expert, num_rows=size, is_transposed=is_down)
+            elif self.names.is_fused:
+                yield self._row(part, expert)
+            else:
+                yield part
+
+    def _stored(self, expert: int) -> Iterator[ExpertPart]:
+        """As if each expert had its own tensors."""
+        for matrix, projection in self.projections(expert):
+            tensors = list(self.storage.tensors(projection))
+            bias = StoredTensor(("bias",), ((projection.rows,),), FLOATS, "bias")
+            if self.model.has_bias:
+                tensors.append(bias)
+            elif self.storage is not UNQUANTIZED:
+                # Tools that quantize write zeros for modules without a bias.
+                tensors.append(dataclasses.replace(bias, role=None, convert=_check_no_bias, required=False))
+            for tensor in tensors:
+                yield _find_part(self.files, projection, tensor, matrix, self.names.is_parameter)
+
+    def _row(self, part: ExpertPart, expert: int) -> ExpertPart:
+        """The part as a row of a tensor with all experts, whose matrices may be transposed."""
+        shapes = tuple((self.sizes.num_experts, *shape) for shape in part.tensor.shapes)
+        mirrored = tuple((shape[0], *shape[:0:-1]) for shape in shapes if len(shape) == 3)
+        is_transposed = False
+        if self.is_transposed and mirrored:
+            is_transposed = part.name in self.files.file_of and self.files.header(part.name).shape in mirrored
+            # Scales of rows may stay as they were.
+            shapes = mirrored if part.tensor.role == "weight" else (*mirrored, *shapes)
+        row: int | None = expert
+        if () in part.tensor.shapes and part.name in self.files.file_of:
+            # A number may be all experts', as of ModelOpt's input quantizers.
+            shape = self.files.header(part.name).shape
+            if shape in part.tensor.shapes and shape not in shapes:
+                row, shapes = None, part.tensor.shapes
+        tensor = dataclasses.replace(part.tensor, shapes=tuple(dict.fromkeys(shapes)))
+        is_interleaved = self.model.is_interleaved and part.matrix == "w13" and len(self.names.w13) == 1
+        return dataclasses.replace(
+            part, tensor=tensor, row=row, is_interleaved=is_interleaved, is_transposed=is_transposed
+        )
+
+
+def _find_part(
+    files: CheckpointFiles, projection: Projection, tensor: StoredTensor, matrix: str, is_parameter: bool = False
+) -> ExpertPart:
+    """The part under the first of its names that exists, else under one that others like it have, for the error."""
+    names = list(tensor.full_names(projection.module, is_parameter))
+    name = next((name for name in names if name in files.file_of), None)
+    if name is None and tensor.required:
+        endings = [name.removeprefix(projection.module) for name in names if name != projection.module]
+        used = [ending for ending in endings if any(other.endswith(ending) for other in files.file_of)]
+        name = f"{projection.module}{max(used, key=len)}" if used else None
+    return ExpertPart(name or names[0], tensor, matrix, projection.half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,18 +247,23 @@ class LayerManifest:
         problem: The layer, with the scheme and dtype of the stored tensors.
         router: How it routes.
         parts: Parts to read, by local expert.
-        router_weight, router_bias, correction_bias: Tensor names, None if the model has none.
+        router_parts: Parts of the router's weight, as if of one expert's w2.
+        router_format: How that is stored.
+        router_bias, correction_bias: Tensor names, None if the model has none.
         has_shared_experts: Whether the layer has experts that take every token.
+        note: What the layer's user should know about its format.
     """
 
     model_type: str
     problem: MoEProblem
     router: RouterSpec
     parts: Sequence[tuple[ExpertPart, ...]]
-    router_weight: str
+    router_parts: tuple[ExpertPart, ...]
+    router_format: StorageFormat
     router_bias: str | None
     correction_bias: str | None
     has_shared_experts: bool
+    note: str | None
 
 
 def _find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
@@ -187,34 +308,31 @@ def list_layer(
         activation = model.activation(files.config)
     experts = _local_experts(sizes.num_experts, num_local_experts, ep_rank)
     layer_root, root, router_root = _find_block(files, model, layer)
-    # Names of the tensors with all experts; None if each expert has its own.
-    known = (fused for fused in model.fused if f"{root}{fused.w13[0]}" in files.file_of)
-    fused = next(known, model.fused[-1] if model.projections is None else None)
-    storage = _storage_format(files, model, sizes, root, experts, fused)
-    fused = model.fused[-1] if fused is None and storage.is_fused else fused
+    found = _Experts(files, model, sizes, root, _expert_names(files, model, root, experts[0]))
+    found.set_storage(experts)
+    storage = found.storage
     headers: dict[str, TensorHeader] = {}
     parts = []
     # Expert by expert, so that the first missing tensor stops it.
     for expert in experts:
         with config_errors(files):
-            listed = list(_list_parts(model, sizes, storage, root, expert, fused))
-        parts.append(tuple(part for part in listed if part.tensor.required or part.name in files.file_of))
+            parts.append(tuple(found.parts(expert)))
         for part in parts[-1]:
             if part.name not in headers:
-                headers[part.name] = _check_header(files, sizes, storage.name, part.name, part.tensor)
-    router_weight = f"{router_root}weight"
+                headers[part.name] = _check_header(files, sizes, storage.name, part)
+    router_format, router_parts = _list_router(files, sizes, router_root.removesuffix("."))
     router_bias = f"{router_root}bias" if model.has_bias else None
     own_biases = _bias_names((model,), layer_root, root) if router.has_correction_bias else []
     # If there is none, checking headers reports the usual name as missing.
     correction_bias = next((name for name in own_biases if name in files.file_of), next(iter(own_biases), None))
     bias_shape = (sizes.num_experts,)
-    router_shapes: dict[str, tuple[tuple[int, ...], ...]] = {router_weight: ((*bias_shape, sizes.hidden_size),)}
+    router_tensors = list(router_parts)
     if router_bias is not None:
-        router_shapes[router_bias] = (bias_shape,)
+        router_tensors.append(ExpertPart(router_bias, StoredTensor((), (bias_shape,), FLOATS), "router"))
     if correction_bias is not None:
-        router_shapes[correction_bias] = (bias_shape, (1, *bias_shape))
-    for name, shapes in router_shapes.items():
-        _check_header(files, sizes, storage.name, name, StoredTensor("", shapes, FLOATS))
+        either = (bias_shape, (1, *bias_shape))
+        router_tensors.append(ExpertPart(correction_bias, StoredTensor((), either, FLOATS), "router"))
+    router_headers = {part.name: _check_header(files, sizes, router_format.name, part) for part in router_tensors}
     shared = _find_shared(files, layer_root)
     # Types with equal experts differ in these, and confusing them would give wrong numbers.
     others = [name for module, name in shared.items() if module not in model.shared_experts]
@@ -226,15 +344,16 @@ def list_layer(
     if others:
         raise CheckpointError(
             f"layers of model type {model_type!r} have no tensor such as {shown(others[0])}, got one in "
-            f"{files.path / files.file_of[others[0]]}; use the config.json that belongs to these tensors"
+            f"{files.path / files.file_of[others[0]]}; {ONE_EXPORT}"
         )
     lacking = [module for module in model.shared_experts if module.endswith("_gate") and module not in shared]
     if shared and lacking:
         raise CheckpointError(
             f"layers of model type {model_type!r} have {lacking[0]} beside their shared experts, got none with "
-            f"{shown(next(iter(shared.values())))}; use the config.json that belongs to these tensors"
+            f"{shown(next(iter(shared.values())))}; {ONE_EXPORT}"
         )
-    _check_nothing_else(files, storage, f"{root}experts.", experts, {*headers, *router_shapes})
+    own = (f"{root}experts.", *(f"{root}{name}" for name in (*found.names.w13, found.names.w2) if found.names.is_fused))
+    _check_nothing_else(files, storage, own, experts, {*headers, *router_headers})
     with config_errors(files):
         problem = MoEProblem(
             **sizes._asdict(),
@@ -243,10 +362,11 @@ def list_layer(
             has_bias=model.has_bias,
             apply_router_weight_on_input=router.apply_router_weight_on_input,
             quant=storage.scheme,
-            dtype=_dtype(files, storage, headers, router_weight),
+            dtype=_dtype(files, storage, headers, router_headers),
             num_local_experts=len(experts),
         )
-    return LayerManifest(model_type, problem, router, parts, router_weight, router_bias, correction_bias, bool(shared))
+    biases, note = (router_bias, correction_bias), storage.note
+    return LayerManifest(model_type, problem, router, parts, router_parts, router_format, *biases, bool(shared), note)
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
@@ -286,45 +406,37 @@ def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> tuple[s
     """Prefixes of the names of the layer, its block and its router, each including the final dot."""
     roots = [
         (f"{layers}{layer}.", f"{layers}{layer}.{block}{'.' if block else ''}", router)
-        for layers in _LAYERS
+        for layers in LAYERS
         for block in model.blocks
         for router in model.routers
     ]
     for layer_root, root, router in roots:
-        if f"{root}{router}.weight" in files.file_of:
+        if any(f"{root}{router}.{name}" in files.file_of for name in WEIGHT_NAMES):
             return layer_root, root, f"{root}{router}."
     _, root, router = roots[0]
     raise CheckpointError(
-        f"the router of layer {layer} is missing from {str(files.path)!r}, expected {root}{router}.weight; download "
-        "the checkpoint again, or check that config.json belongs to it"
+        f"the router of layer {layer} is missing from {str(files.path)!r}, expected {root}{router}.weight; {ONE_EXPORT}"
     )
+
+
+def _list_router(
+    files: CheckpointFiles, sizes: LayerSizes, module: str
+) -> tuple[StorageFormat, tuple[ExpertPart, ...]]:
+    """The router's format and the parts of its weight. GPTQ and others that quantize every module quantize it too."""
+    weight = f"{module}.weight"
+    is_quantized = weight not in files.file_of or files.header(weight).dtype not in FLOATS
+    storage = (quantized_format(files, [module]) if is_quantized else None) or UNQUANTIZED
+    projection = Projection(module, sizes.num_experts, sizes.hidden_size)
+    with config_errors(files):
+        tensors = storage.tensors(projection)
+    parts = (_find_part(files, projection, tensor, "w2") for tensor in tensors)
+    return storage, tuple(part for part in parts if part.tensor.required or part.name in files.file_of)
 
 
 def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list[str]:
     names = [f"{root}{name}" for model in models for name in model.correction_biases]
     outer = [model.outer_correction_bias for model in models]
     return names + [f"{layer_root}{name}" for name in outer if name is not None]
-
-
-def _list_parts(
-    model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames | None
-) -> Iterator[ExpertPart]:
-    """Lists the parts of one expert in a storage format; other arguments as for `_list_projections`."""
-    for matrix, half, projection in _list_projections(model, sizes, root, expert, fused):
-        biases = [StoredTensor("_bias", ((projection.rows,),), FLOATS, "bias")] if model.has_bias else []
-        for tensor in (*storage.tensors(projection), *biases):
-            name = f"{projection.module}{tensor.suffix}"
-            if fused is None:
-                yield ExpertPart(name, tensor, matrix, half)
-            elif fused.is_flat:  # Gate, up and down, each [E*I,H].
-                shape = (sizes.num_experts * sizes.intermediate_size, sizes.hidden_size)
-                convert = as_is if matrix == "w13" else torch.t
-                flat = dataclasses.replace(tensor, shapes=(shape,), convert=convert)
-                yield ExpertPart(name, flat, matrix, half, expert, num_rows=sizes.intermediate_size)
-            else:
-                every = dataclasses.replace(tensor, shapes=tuple((sizes.num_experts, *some) for some in tensor.shapes))
-                is_interleaved = model.is_interleaved and matrix == "w13"
-                yield ExpertPart(name, every, matrix, half, expert, is_interleaved=is_interleaved)
 
 
 def _find_shared(files: CheckpointFiles, layer_root: str) -> dict[str, str]:
@@ -336,79 +448,60 @@ def _find_shared(files: CheckpointFiles, layer_root: str) -> dict[str, str]:
     return found
 
 
-def _storage_format(
-    files: CheckpointFiles,
-    model: ModelType,
-    sizes: LayerSizes,
-    root: str,
-    experts: range,
-    fused: FusedNames | None,
-) -> StorageFormat:
-    projections = (some for expert in experts for some in _list_projections(model, sizes, root, expert, fused))
-    storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
-    if storage is None:
-        is_transposed = model.is_transposed
-        if is_transposed is None:
-            is_transposed = fused is not None and _is_transposed(files, sizes, root, fused)
-        return unquantized_format(fused is not None, is_transposed)
-    is_flat = fused is not None and fused.is_flat
-    if model.projections is None and (is_flat or not storage.is_fused):
-        known = f"unquantized{'' if is_flat else ' or in mxfp4'}"
-        raise CheckpointError(
-            f"{files.path / 'config.json'}: experts of model type {files.config.get('model_type')!r} are read {known}, "
-            f"got {storage.name}; use a release that is {known}"
-        )
-    return storage
-
-
-def _is_transposed(files: CheckpointFiles, sizes: LayerSizes, root: str, fused: FusedNames) -> bool:
-    """Whether fused tensors are stored transposed. No sizes make both w13's and w2's shapes ambiguous."""
-    columns = (2 * sizes.intermediate_size, sizes.hidden_size)
-    shapes = {fused.w13[0]: (sizes.hidden_size, columns[0]), fused.w2: (sizes.intermediate_size, columns[1])}
-    return all(files.header(f"{root}{name}").shape == (sizes.num_experts, *shape) for name, shape in shapes.items())
-
-
-def _check_header(
-    files: CheckpointFiles, sizes: LayerSizes, storage_name: str, name: str, tensor: StoredTensor
-) -> TensorHeader:
+def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, part: ExpertPart) -> TensorHeader:
+    name, tensor = part.name, part.tensor
     header = files.header(name)
     shapes = " or ".join(str(list(shape)) for shape in tensor.shapes)
     if header.shape not in tensor.shapes:
         raise CheckpointError(
             f"{name} must be {shapes} where config.json says E={sizes.num_experts}, H={sizes.hidden_size}, "
             f"I={sizes.intermediate_size} and {storage_name} experts, got {list(header.shape)} in "
-            f"{files.path / header.file}; use the config.json that belongs to these tensors"
+            f"{files.path / header.file}; {ONE_EXPORT}"
         )
     if header.dtype not in tensor.dtypes:
         raise CheckpointError(
             f"{name} must be {' or '.join(tensor.dtypes)} where the checkpoint's config says {storage_name} "
-            f"experts, got {header.dtype} in {files.path / header.file}; use the config.json that belongs to these "
-            "tensors"
+            f"experts, got {header.dtype} in {files.path / header.file}; "
+            f"{ONE_EXPORT}"
         )
     return header
 
 
+def _check_no_bias(stored: torch.Tensor) -> torch.Tensor:
+    if stored.any():
+        raise CheckpointError(
+            f"experts of this model have no bias, got one of up to {float(stored.abs().max()):.3g}; {ONE_EXPORT}"
+        )
+    return stored
+
+
 def _check_nothing_else(
-    files: CheckpointFiles, storage: StorageFormat, experts_root: str, experts: range, read: Container[str]
+    files: CheckpointFiles, storage: StorageFormat, roots: tuple[str, ...], experts: range, read: Container[str]
 ) -> None:
     """Checks that all of the experts' tensors are read. An unread one means that the format was misunderstood."""
     for name, file in files.file_of.items():
-        if not name.startswith(experts_root) or name in read:
+        if not name.startswith(roots) or name in read:
             continue
-        expert = name.removeprefix(experts_root).partition(".")[0]
-        if not _INDEX.fullmatch(expert) or int(expert) in experts:
+        index = next((part for part in name.removeprefix(roots[0]).split(".") if _INDEX.fullmatch(part)), None)
+        if index is None or int(index) in experts:
             raise CheckpointError(
-                f"{storage.name} experts have no tensor such as {shown(name)}, got one in {files.path / file}; use the "
-                "config.json that belongs to these tensors, or the model's bfloat16 release"
+                f"{storage.name} experts have no tensor such as {shown(name)}, got one in {files.path / file}; "
+                f"{ONE_EXPORT}"
             )
 
 
-def _dtype(files: CheckpointFiles, storage: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
+def _dtype(
+    files: CheckpointFiles,
+    storage: StorageFormat,
+    headers: Mapping[str, TensorHeader],
+    router_headers: Mapping[str, TensorHeader],
+) -> str:
     """The dtype of unquantized weights, or for quantized ones the dtype that the model runs in."""
     if storage.scheme.weight is not None:
         # transformers writes `dtype` since version 5, `torch_dtype` before.
         named = files.config.get("dtype") or files.config.get("torch_dtype")
-        return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
+        dtypes = (_DTYPES.get(header.dtype) for header in router_headers.values())
+        return str(named) if is_one_of(named, _DTYPES.values()) else next(filter(None, dtypes), "bfloat16")
     (first_name, first), *others = headers.items()
     for name, header in others:
         if header.dtype != first.dtype:

@@ -39,6 +39,20 @@ _HIDDEN_ACTS: Final = {
     "gelu_pytorch_tanh": ACTIVATIONS["gelu_tanh"],
 }
 _CURE: Final = "take the file from the model's publisher"
+LAYERS: Final = (
+    "model.layers.",
+    "model.language_model.layers.",
+    "language_model.model.layers.",
+    "language_model.layers.",
+    "layers.",
+    "thinker.model.layers.",
+    "backbone.layers.",
+    "language_model.backbone.layers.",
+    "llm.model.layers.",
+    "transformer.blocks.",
+)
+"""Prefixes of layer names: language models, old and new multimodal models, models saved without a head, Qwen3-Omni,
+Nemotron-H and models built around it, and DBRX."""
 
 
 def every_layer(config: Config, num_layers: int) -> Iterable[int]:
@@ -189,18 +203,31 @@ def count_layers(config: Config) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedNames:
-    """Names in the block of tensors with all experts.
+class ExpertNames:
+    """Modules or parameters of a layer's experts, in the block.
 
     Attributes:
-        w13: Gate and up in one tensor or two; only up if there is no gate.
+        w13: Gate and up in one tensor or two; only up if there is no gate. With `{}` for the expert's index, unless
+            one tensor has all experts.
         w2: Down.
         is_flat: Experts have no dimension of their own: all three are [E*I,H], even down (DBRX).
+        is_parameter: Whether they are parameters rather than modules.
     """
 
     w13: tuple[str, ...] = ("experts.gate_up_proj",)
     w2: str = "experts.down_proj"
     is_flat: bool = False
+    is_parameter: bool = True
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one tensor has all experts, along dim 0."""
+        return "{}" not in self.w2
+
+    def divided(self) -> ExpertNames:
+        """Names of one expert's own modules, whose index stands before the last part of a name."""
+        *w13, w2 = ("{}.{{}}.{}".format(*name.rsplit(".", 1)) for name in (*self.w13, self.w2))
+        return ExpertNames(tuple(w13), w2, is_parameter=False)
 
 
 def _nemotron_reason(config: Config, layer: int) -> str | None:
@@ -224,21 +251,20 @@ def _step_reason(config: Config, layer: int) -> str | None:
 class ModelType:
     """How checkpoints of one model type store the experts of a layer.
 
-    Experts are either one tensor each, `experts.5.gate_proj.weight`, or fused, `experts.gate_up_proj`. Both are read.
+    Experts are either one tensor each, `experts.5.gate_proj.weight`, or fused, `experts.gate_up_proj`, as [E,out,in] or
+    [E,in,out]. All are read from every type: tools that quantize divide fused experts, and transformers fuses others.
 
     Attributes:
         blocks: Module of a layer that holds router and experts: as released, then as transformers calls it. Empty if
             the layer itself holds them.
         routers: Module of the block that holds the router's weight: as released, then as transformers calls it.
-        projections: Gate, up and down of one expert, or up and down if there is no gate; None if the model is only
-            released fused.
+        projections: Gate, up and down of one expert, or up and down if there is no gate; None if the publisher only
+            has them fused.
         fused: Names of fused tensors: as released, then as transformers calls them.
         intermediate_size: The config's entry for I.
         moe_layers: Lists the layers with experts, from the config and the number of layers.
         activation: Makes the activation between the matmuls, from the config. The live module of transformers computes
             the same.
-        is_transposed: Fused tensors are [E,in,out] instead of [E,out,in]; None if both are released, so that the shape
-            of down decides.
         is_interleaved: Fused gate and up rows alternate; otherwise all of gate comes first.
         has_bias: Experts and router have biases.
         correction_biases: Names in the block of the bias that only affects the choice of experts: as released, then
@@ -252,17 +278,21 @@ class ModelType:
     blocks: tuple[str, ...] = ("mlp",)
     routers: tuple[str, ...] = ("gate",)
     projections: tuple[str, ...] | None = ("gate_proj", "up_proj", "down_proj")
-    fused: tuple[FusedNames, ...] = (FusedNames(),)
+    fused: tuple[ExpertNames, ...] = (ExpertNames(),)
     intermediate_size: str = "moe_intermediate_size"
     moe_layers: LayerRule = every_layer
     activation: ActivationRule = hidden_act
-    is_transposed: bool | None = False
     is_interleaved: bool = False
     has_bias: bool = False
     correction_biases: tuple[str, ...] = ("gate.e_score_correction_bias",)
     outer_correction_bias: str | None = None
     shared_experts: tuple[str, ...] = ()
     unsupported_reason: Callable[[Config, int], str | None] = lambda config, layer: None
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether experts have a gate."""
+        return self.projections is None or len(self.projections) == 3
 
 
 _W1_W3_W2: Final = ("w1", "w3", "w2")
@@ -283,7 +313,7 @@ _GRANITE: Final = ModelType(
     blocks=("block_sparse_moe",),
     routers=("router.layer", "router"),
     projections=None,
-    fused=(FusedNames(("input_linear.weight",), "output_linear.weight"), FusedNames()),
+    fused=(ExpertNames(("input_linear",), "output_linear"), ExpertNames()),
     intermediate_size="intermediate_size",
     shared_experts=("shared_mlp",),
 )
@@ -292,7 +322,6 @@ _GPT_OSS: Final = ModelType(
     projections=None,
     intermediate_size="intermediate_size",
     activation=_CLAMPED_SWIGLU,
-    is_transposed=True,
     has_bias=True,
 )
 
@@ -306,10 +335,9 @@ _BY_NAMES: Final = {
     "aria_text": ModelType(
         routers=("router",),
         projections=None,
-        fused=(FusedNames(("experts.fc1.weight",), "experts.fc2.weight"), FusedNames()),
+        fused=(ExpertNames(("experts.fc1",), "experts.fc2"), ExpertNames()),
         intermediate_size="intermediate_size",
         activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is the shared experts'.
-        is_transposed=True,
         shared_experts=_SHARED,
     ),
     "axk1 axk2 deepseek_ocr2_text dots3_note dots3_note_text glm4_moe_lite unlimited_ocr_text": _ONE_DENSE,
@@ -328,7 +356,7 @@ _BY_NAMES: Final = {
         blocks=("ffn",),
         routers=("router.layer",),
         projections=None,
-        fused=(FusedNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
+        fused=(ExpertNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
         intermediate_size="ffn_hidden_size",
         activation=lambda config: _named_act(
             read_object(read_object(config, "ffn_config"), "ffn_act_fn"), "name", "silu", _HIDDEN_ACTS
@@ -399,7 +427,6 @@ _BY_NAMES: Final = {
         projections=None,
         intermediate_size="intermediate_size",
         moe_layers=llama4_layers,
-        is_transposed=True,
         shared_experts=("shared_expert",),
     ),
     "mellum": ModelType(moe_layers=listed_layers(every_layer)),
@@ -417,7 +444,7 @@ _BY_NAMES: Final = {
     "nemotron_h": ModelType(
         blocks=("mixer",),
         projections=("up_proj", "down_proj"),
-        fused=(FusedNames(("experts.up_proj",)),),
+        fused=(ExpertNames(("experts.up_proj",)),),
         moe_layers=nemotron_layers,
         activation=lambda config: _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]}),
         shared_experts=_SHARED,
@@ -427,14 +454,12 @@ _BY_NAMES: Final = {
     "phimoe": dataclasses.replace(_MIXTRAL, routers=("gate", "router")),
     "qwen2_moe qwen3_next": _QWEN_SHARED,
     "qwen3_5_moe_text qwen4_exp_text": ModelType(shared_experts=_SHARED_AND_GATE),
-    "qwen3_moe qwen3_omni_moe_text": _QWEN,
-    # Released transposed; newer versions of transformers save the layout in memory.
-    "qwen3_vl_moe_text": dataclasses.replace(_QWEN, is_transposed=None),
+    "qwen3_moe qwen3_omni_moe_text qwen3_vl_moe_text": _QWEN,
     "solar_open": ModelType(shared_experts=_SHARED),
     "step3p5": ModelType(
         blocks=("moe", "mlp"),
         projections=None,
-        fused=(FusedNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight"), FusedNames()),
+        fused=(ExpertNames(("gate_proj", "up_proj"), "down_proj"), ExpertNames()),
         moe_layers=listed_layers(step_layers),
         correction_biases=("router_bias", "gate.e_score_correction_bias"),
         shared_experts=("share_expert", "shared_experts"),

@@ -6,30 +6,39 @@ One function per `quant_method` reads its config; compressed-tensors has its own
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
-from moereg.checkpoints._files import CheckpointFiles
+from moereg.checkpoints._compressed_tensors import compressed_tensors_formats, in_16_bits, scheme_of
+from moereg.checkpoints._files import ONE_EXPORT, CheckpointFiles
 from moereg.checkpoints._formats import (
     FLOATS,
-    FP8_BLOCK,
+    OTHERWISE,
     FormatOf,
     Projection,
     StorageFormat,
     StoredTensor,
-    block_tensors,
-    exponents,
-    one_number,
+    plain_tensors,
     transposed,
 )
+from moereg.checkpoints._models import LAYERS
 from moereg.checkpoints._patterns import Match, Patterns
-from moereg.errors import CheckpointError, shown, unknown_name_message
+from moereg.errors import CheckpointError, shown
 from moereg.quantize import unpack_nibbles
-from moereg.routing.config_entries import is_one_of, read_flag, read_name, read_names, read_objects
+from moereg.routing import BY_HAND
+from moereg.routing.config_entries import (
+    is_one_of,
+    read_choice,
+    read_flag,
+    read_name,
+    read_names,
+    read_object,
+    read_objects,
+)
 from moereg.spec.quant_schemes import WHOLE, QuantScheme, get_scheme
 from moereg.weights.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 
@@ -37,7 +46,7 @@ Config = Mapping[str, Any]
 
 
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
-    """The common format of the experts' projections, by their names in the checkpoint; None if not quantized.
+    """The common format of modules, by their names in the checkpoint; None if they are not quantized.
 
     A CheckpointError if the method or one of its settings is unknown, or the modules' formats differ.
     """
@@ -45,18 +54,18 @@ def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageF
         return None
     config, file = files.quantization
     try:
-        method = config.get("quant_method")
+        # vLLM reads files of ModelOpt without it.
+        method = config.get("quant_method", "modelopt" if {"quant_algo", "quantization"} & {*config} else None)
         if not isinstance(method, str):
             raise CheckpointError(
                 f"a quantized checkpoint must name its quant_method, got {shown(method)}; take the file from the "
                 f"model's publisher (known: {', '.join(METHODS)})"
             )
-        if method not in METHODS:
-            raise CheckpointError(
-                f"{unknown_name_message('quant method', method, METHODS)}; use the model's bfloat16 release, or "
-                "dequantize it with transformers and save_pretrained"
-            )
-        format_of = METHODS[method](config)
+        # vLLM has `modelopt_fp4` and others, AutoRound once wrote `intel/auto-round`.
+        family = "modelopt" if method.startswith("modelopt") else method.removeprefix("intel/")
+        if family not in METHODS:
+            raise CheckpointError(f"quant method {shown(method)} is not read (read: {', '.join(METHODS)}); {OTHERWISE}")
+        format_of = METHODS[family](config)
         formats = {module: format_of(module) for module in modules}
     except CheckpointError as error:
         raise CheckpointError(f"{files.path / file}: {error}") from error
@@ -66,53 +75,42 @@ def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageF
             names = ["unquantized" if some is None else some.name for some in (first, found)]
             raise CheckpointError(
                 f"{files.path / file}: the experts of a layer must all be stored in one format, got {names[0]} for "
-                f"{first_module} and {names[1]} for {module}; quantize all experts of a layer alike"
+                f"{first_module} and {names[1]} for {module}; read a rank's experts that are stored alike "
+                f"(num_local_experts, ep_rank), or dequantize the others and {BY_HAND}"
             )
     return first
 
 
-def _fp8_formats(config: Config) -> FormatOf:
-    """e4m3 in blocks of 128 x 128, as DeepSeek-V3 and Qwen3 publish it.
+def _plain_format(name: str, scheme_name: str, note: str | None = None) -> StorageFormat:
+    scheme = get_scheme(scheme_name)
+    return StorageFormat(name, scheme, functools.partial(plain_tensors, scheme), note)
 
-    `weight` [N,K] e4m3 and `weight_scale_inv` [ceil(N/128), ceil(K/128)]: a weight is its code times its block's scale,
-    despite the "inv". Scales are fp32 (DeepSeek), bf16 (Qwen) or e8m0. Activations are quantized in groups of 128 at
-    run time.
-    Source: README_WEIGHTS.md and inference/kernel.py of deepseek-ai/DeepSeek-V3; transformers' finegrained_fp8.
+
+def _fp8_formats(config: Config) -> FormatOf:
+    """e4m3 in blocks of 128 x 128 as DeepSeek-V3 and Qwen3 publish it, in rows of 32, or with a scale per matrix.
+
+    With `expert_dtype: fp4` (DeepSeek-V4) experts are mxfp4 in int8, and activations are quantized as in mxfp8.
+    Blocks have dynamic activations. transformers' `activation_scale` is the static one.
+    Source: README_WEIGHTS.md and inference/kernel.py of deepseek-ai/DeepSeek-V3; integrations/finegrained_fp8.py and
+    models/deepseek_v4/configuration_deepseek_v4.py of transformers 5.23.
     """
-    expected: dict[str, Sequence[Any]] = {
-        "fmt": ("e4m3", None),
-        "activation_scheme": ("dynamic",),
-        "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
-    }
-    for key, values in expected.items():
-        if not is_one_of(config.get(key), values):
-            raise CheckpointError(
-                f"{key} of quant method fp8 must be {values[0]!r}, got {shown(config.get(key))}; use a release with "
-                "blocks of 128 x 128 and dynamic activations, such as those of DeepSeek-V3 and Qwen3"
-            )
-    tensors = functools.partial(block_tensors, scale_name="weight_scale_inv")
-    storage = StorageFormat("fp8 in blocks of 128 x 128", get_scheme("fp8_block128"), tensors)
-    return _all_but(config, ("modules_to_not_convert", "ignored_layers"), storage)
+    read_choice(config, "fmt", ("e4m3", "float8_e4m3fn", None), None)
+    activations = read_choice(config, "activation_scheme", ("dynamic", "static"), None)
+    block = read_choice(config, "weight_block_size", ([128, 128], [1, 32], None), None, OTHERWISE)
+    kind = f"in blocks of {block[0]} x {block[1]}" if block else "per matrix"
+    scheme = {"[128, 128]": "fp8_block128", "[1, 32]": "mxfp8"}.get(str(block), f"fp8_tensor_{activations}")
+    if read_choice(config, "expert_dtype", ("fp8", "fp4"), "fp8") == "fp4":
+        kind, scheme = "with fp4 experts", "mxfp4_mxfp8"
+    elif block and activations == "static":
+        raise CheckpointError(
+            f"activation_scheme of quant method fp8 must be dynamic where weights are {kind}, got 'static'; {OTHERWISE}"
+        )
+    return _all_but(config, ("modules_to_not_convert", "ignored_layers"), _plain_format(f"fp8 {kind}", scheme))
 
 
 def _mxfp4_formats(config: Config) -> FormatOf:
-    """mxfp4 as gpt-oss is published.
-
-    All experts are in one tensor: `gate_up_proj_blocks` and `down_proj_blocks` [E, N, K/32, 16] uint8, two e2m1 codes
-    per byte, low nibble the even column; `*_scales` [E, N, K/32] uint8, exponents with bias 127, which are e8m0 codes.
-    Unlike the unquantized parameter it is not transposed; gate and up rows alternate in both.
-    Source: gpt_oss/torch/weights.py of openai/gpt-oss; `convert_moe_packed_tensors` of transformers.
-    """
-
-    def tensors(projection: Projection) -> Sequence[StoredTensor]:
-        groups = (projection.rows, projection.num_groups(32))
-        return (
-            StoredTensor("_blocks", ((*groups, 16),), ("U8",), "weight", lambda stored: stored.flatten(-2)),
-            StoredTensor("_scales", (groups,), ("U8", "F8_E8M0"), "scale", exponents),
-        )
-
-    storage = StorageFormat("mxfp4", get_scheme("mxfp4_w4a16"), tensors, is_fused=True)
-    return _all_but(config, ("modules_to_not_convert",), storage)
+    """mxfp4 as gpt-oss is published, fused in blocks of 32 columns, or per expert as in other families."""
+    return _all_but(config, ("modules_to_not_convert",), _plain_format("mxfp4", "mxfp4_w4a16"))
 
 
 def _all_but(config: Config, keys: Sequence[str], storage: StorageFormat) -> FormatOf:
@@ -121,66 +119,202 @@ def _all_but(config: Config, keys: Sequence[str], storage: StorageFormat) -> For
     return lambda module: None if is_ignored(module) else storage
 
 
-def _modelopt_formats(config: Config) -> FormatOf:
-    """nvfp4, and fp8 with per-tensor scales, as NVIDIA's ModelOpt exports them.
+# Schemes of ModelOpt's algorithms.
+_ALGORITHMS: Final = {
+    "FP8": "fp8_tensor_static",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel_token",
+    "FP8_PB_WO": "fp8_block128",
+    "FP8_BLOCK_SCALES": "fp8_block128",
+    "MXFP4": "mxfp4_w4a16",
+    "MXFP8": "mxfp8",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4_w4a16",
+    "W4A8_MXFP4_FP8": "mxfp4_w4a16",
+    "W4A8_NVFP4_FP8": "nvfp4_w4a16",
+    "W8A16": "int8_w8a16",
+}
+_PREFIX: Final = re.compile(f"^(?:{'|'.join(map(re.escape, LAYERS))})")
+_NOTES: Final = {
+    "FP8_PB_WO": "its file says 16-bit activations, which exact_activations=True keeps",
+    "MXFP4": in_16_bits("mxfp4"),
+    **dict.fromkeys(("W4A8_MXFP4_FP8", "W4A8_NVFP4_FP8"), in_16_bits("fp8")),
+}
 
-    `quant_algo` names one format for all modules except those in `exclude_modules` (hf_quant_config.json) or `ignore`
-    (config.json), which list names, or prefixes of names with a star.
+
+def _modelopt_formats(config: Config) -> FormatOf:
+    """Formats of NVIDIA's ModelOpt, whose tensors are plain.
+
+    `quant_algo` names one algorithm for all modules except those in `exclude_modules` (hf_quant_config.json) or
+    `ignore` (config.json), which list names, or prefixes of names with a star. With MIXED_PRECISION,
+    `quantized_layers` has an algorithm for each quantized module, by its name or that of a module around it.
+    Names may have the prefix of another class of the same model.
     Source: export/quant_utils.py and export/convert_hf_config.py of nvidia-modelopt 0.47.0.
     """
-    algorithm = config.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-        raise CheckpointError(
-            f"{unknown_name_message('quant_algo', algorithm, _ALGORITHMS)}; use another release of the model"
-        )
-    scheme, tensors = _ALGORITHMS[algorithm]
-    if "NVFP4" in algorithm and not is_one_of(config.get("group_size", 16), (16,)):
-        raise CheckpointError(
-            f"group_size of quant_algo {algorithm} must be 16, got {shown(config['group_size'])}; use another release "
-            "of the model"
-        )
+    config = {**config, **read_object(config, "quantization")}
     patterns = [name for key in ("exclude_modules", "ignore") for name in read_names(config, key)]
     is_excluded = Patterns("exclude_modules").wildcards(patterns)
-    storage = StorageFormat(f"modelopt {algorithm}", get_scheme(scheme), tensors)
-    return lambda module: None if is_excluded(module) else storage
+    parse = functools.cache(lambda algorithm, group_size: _modelopt_format(algorithm, group_size, config))
+    if str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
+        storage = parse(read_name(config, "quant_algo"), shown(config.get("group_size")))
+        return lambda module: None if is_excluded(module) else storage
+    layers = read_objects(config, "quantized_layers")
+    if not layers:
+        raise CheckpointError(
+            "quantized_layers must say what MIXED_PRECISION mixes, got none; take hf_quant_config.json from the "
+            "model's publisher, which has them"
+        )
+    settings = {_PREFIX.sub("layers.", name): layer for name, layer in layers.items()}
+
+    def format_of(module: str) -> StorageFormat | None:
+        name = _PREFIX.sub("layers.", module)
+        # Fused experts in the file and single ones in the map, or the other way round.
+        first = name.replace(".experts.", ".experts.0.")
+        fused = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        both = re.sub("(gate|up)_proj$", "gate_up_proj", fused)
+        parts = name.split(".")
+        around = (".".join(parts[:stop]) for stop in range(len(parts) - 1, 0, -1))
+        names = (name, fused, both, first, first.replace(".gate_up_proj", ".gate_proj"), *around)
+        found = next((settings[name] for name in names if name in settings), None)
+        if found is None or is_excluded(module):
+            return None
+        return parse(read_name(found, "quant_algo"), shown(found.get("group_size")))
+
+    return format_of
 
 
-_NUMBER: Final = ((), (1,))
-_INPUT_SCALE: Final = StoredTensor(".input_scale", _NUMBER, ("F32",), "activation_scale", one_number)
+def _modelopt_format(name: str | None, group_size: str, config: Config) -> StorageFormat:
+    algorithm = (name or "").upper()
+    if algorithm not in _ALGORITHMS:
+        is_scaled = algorithm.endswith(("_AWQ", "_SVD", "_SQ_PER_CHANNEL"))
+        reason = "has vectors that multiply activations (pre_quant_scale)" if is_scaled else "is unknown"
+        raise CheckpointError(
+            f"quant_algo {shown(name)} {reason} (read: {', '.join(_ALGORITHMS)}, MIXED_PRECISION); {OTHERWISE}"
+        )
+    groups = [group for group in read_objects(config, "config_groups").values() if "weights" in group]
+    if algorithm == "NVFP4" and groups and not any(group.get("input_activations") for group in groups):
+        algorithm = "W4A16_NVFP4"
+    storage = _plain_format(f"modelopt {algorithm}", _ALGORITHMS[algorithm], _NOTES.get(algorithm))
+    fmt = storage.scheme.weight
+    assert fmt is not None
+    if group_size not in ("None", "0", str(fmt.group[1])):
+        raise CheckpointError(
+            f"group_size of quant_algo {algorithm} must be {fmt.group[1]}, got {group_size}; {OTHERWISE}"
+        )
+    return storage
 
 
-def _nvfp4(projection: Projection, has_activations: bool = True) -> Sequence[StoredTensor]:
-    """`weight` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3, `weight_scale_2` [] fp32.
+_QUARK_TYPES: Final = {"fp8_e4m3": ("float", 8), "fp8_e4m3fn": ("float", 8), "fp4": ("float", 4), "int8": ("int", 8)}
+_QUARK_SCHEMES: Final = ("per_tensor", "per_channel", "per_token", "per_group", "per_block")
 
-    A weight is code * weight_scale * weight_scale_2. `input_scale` [] fp32 is the global activation scale,
-    amax / (6 * 448).
-    Source: quantization/qtensor/nvfp4_tensor.py of nvidia-modelopt 0.47.0.
+
+def _quark_formats(config: Config) -> FormatOf:
+    """Plain formats of AMD's Quark: `global_quant_config`, and others by name or wildcard in `layer_quant_config`.
+
+    Source: torch/export of amd-quark 0.13; quantizer_quark.py of transformers 5.23, which nests all in `quant_config`.
     """
-    groups = (projection.rows, projection.num_groups(16))
-    return (
-        StoredTensor(".weight", ((projection.rows, projection.columns // 2),), ("U8",), "weight"),
-        StoredTensor(".weight_scale", (groups,), ("F8_E4M3",), "scale"),
-        StoredTensor(".weight_scale_2", _NUMBER, ("F32",), "scale_2", one_number),
-        *((_INPUT_SCALE,) if has_activations else ()),
-    )
+    config = {**config, **read_object(config, "quant_config")}
+    algorithms = config.get("algo_config")
+    _check_no_rotation(algorithms if re.search("rotation|svdquant", str(algorithms)) else None)
+    patterns = Patterns("exclude and layer_quant_config")
+    is_excluded = patterns.wildcards(read_names(config, "exclude"))
+    layers = read_objects(config, "layer_quant_config")
+    rules = [(patterns.wildcards([name]), layer) for name, layer in layers.items()]
+    default = read_object(config, "global_quant_config")
+
+    def format_of(module: str) -> StorageFormat | None:
+        found = next((layer for matches, layer in rules if matches(module)), default)
+        return None if is_excluded(module) or not found.get("weight") else _quark_format(found)
+
+    return format_of
 
 
-def _fp8_with_static_scales(projection: Projection) -> Sequence[StoredTensor]:
-    """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, both multipliers."""
-    return (
-        StoredTensor(".weight", (projection.shape,), ("F8_E4M3",), "weight"),
-        StoredTensor(".weight_scale", _NUMBER, ("F32",), "scale", one_number),
-        _INPUT_SCALE,
-    )
+def _check_no_rotation(found: object) -> None:
+    if found:
+        raise CheckpointError(f"moereg does not rotate activations, got {shown(found)}; {OTHERWISE}")
 
 
-_ALGORITHMS: Final[Mapping[str, tuple[str, Callable[[Projection], Sequence[StoredTensor]]]]] = MappingProxyType(
-    {
-        "FP8": ("fp8_tensor_static", _fp8_with_static_scales),
-        "NVFP4": ("nvfp4", _nvfp4),
-        "W4A16_NVFP4": ("nvfp4_w4a16", functools.partial(_nvfp4, has_activations=False)),
-    }
-)
+def _arguments(kind: str, bits: Any, strategy: str, size: Any, dynamic: bool | str) -> dict[str, Any]:
+    """As compressed-tensors has them."""
+    sizes = {"group_size": size, "block_structure": size}
+    return {"type": kind, "num_bits": bits, "strategy": strategy, "dynamic": dynamic, **sizes}
+
+
+def _quark_format(layer: Config) -> StorageFormat:
+    """The format of a layer's settings, in compressed-tensors' words."""
+    group: dict[str, Any] = {}
+    for side, ours in (("weight", "weights"), ("input_tensors", "input_activations")):
+        if not layer.get(side):
+            continue
+        spec = read_object(layer, side)
+        kind, bits = _QUARK_TYPES[read_choice(spec, "dtype", tuple(_QUARK_TYPES), None, OTHERWISE)]
+        strategy = read_choice(spec, "qscheme", _QUARK_SCHEMES, "per_group").removeprefix("per_")
+        if strategy == "group" and bits == 4:
+            read_choice(spec, "scale_format", ("e8m0",), "e8m0", OTHERWISE)
+        if side == "input_tensors" and strategy == "channel":
+            strategy = "token"
+        size = spec.get("block_size") if strategy == "block" else spec.get("group_size")
+        group[ours] = _arguments(kind, bits, strategy, size, read_flag(spec, "is_dynamic"))
+        group[ours]["symmetric"] = read_flag(spec, "symmetric", default=True)
+    scheme, note = scheme_of("quark", group)
+    return _plain_format(f"quark {scheme.name}", scheme.name, note)
+
+
+# Where AutoRound packs like GPTQ, its version there; else None.
+_PACKINGS: Final = {
+    **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq", "auto"), "gptq"),
+    **dict.fromkeys(("auto_round:gptqmodel", "auto_round"), "gptq_v2"),
+    **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq"), None),
+}
+_ROUND_FLOATS: Final = ("mx_fp", "nv_fp", "fp")
+
+
+def _auto_round_formats(config: Config) -> FormatOf:
+    """AutoRound's: integers packed as AutoGPTQ or AutoAWQ do, or plain floats.
+
+    `extra_config` has settings of single modules, by name or by an expression that is found anywhere in it; with `bits`
+    of 16 a module is unquantized.
+    Source: export/export_to_autoround and inference/convert_model.py of auto-round 0.16.1.
+    """
+    _check_no_rotation(config.get("rotation_config") or config.get("spinquant_config"))
+    patterns = Patterns("extra_config")
+    layers = read_objects(config, "extra_config")
+    expressions = {text: some for text, some in layers.items() if some and not text.replace(".", "_").isidentifier()}
+    rules = [(patterns.expression(text, text, is_anywhere=True), some) for text, some in expressions.items()]
+    is_ignored = patterns.components(read_names(config, "modules_to_not_convert"))
+
+    def format_of(module: str) -> StorageFormat | None:
+        changes = layers.get(module) or next((some for matches, some in rules if matches(module)), {})
+        settings = {**config, **changes}
+        return None if is_ignored(module) or settings.get("bits") in (16, 32) else _auto_round_format(settings)
+
+    return format_of
+
+
+def _auto_round_format(config: Config) -> StorageFormat:
+    packing = read_name(config, "packing_format") or "auto_round:auto_gptq"
+    data_type = read_name(config, "data_type") or "int"
+    if data_type == "int" and packing in _PACKINGS:
+        version = {"checkpoint_format": _PACKINGS[packing], "desc_act": False}
+        return _awq_format(config) if _PACKINGS[packing] is None else _gptq_format({**config, **version})
+    if not data_type.startswith(_ROUND_FLOATS):
+        raise CheckpointError(
+            f"packing_format of auto-round must be in {list(_PACKINGS)} where data_type is int, or data_type one of "
+            f"{', '.join(_ROUND_FLOATS)}, got {shown(packing)} and {shown(data_type)}; {OTHERWISE}"
+        )
+    group: dict[str, Any] = {}
+    is_nv = data_type.startswith("nv_fp")
+    for side, prefix, whole_row in (("weights", "", "channel"), ("input_activations", "act_", "token")):
+        bits, size = config.get(f"{prefix}bits"), config.get(f"{prefix}group_size")
+        if prefix and bits in (None, 16, 32):
+            continue
+        strategies = {"-1": whole_row, "0": "tensor", "[128, 128]": "block"}
+        strategy = strategies.get(str(size), "tensor_group" if is_nv else "group")
+        is_dynamic = "local" if is_nv else read_flag(config, "act_dynamic", default=True)
+        group[side] = _arguments("float", bits, strategy, size, is_dynamic)
+    scheme, note = scheme_of("auto-round", group)
+    tensors = functools.partial(plain_tensors, scheme, scales_divide=True)
+    return StorageFormat(f"auto-round {scheme.name}", scheme, tensors, note)
+
 
 _GROUP_SIZES: Final = {32: "g32", 64: "g64", 128: "g128", WHOLE: "gall"}
 
@@ -190,7 +324,7 @@ def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme
         if not is_one_of(config.get(key), known):
             raise CheckpointError(
                 f"{key} of quant method {method} must be {' or '.join(map(str, known))}, got {shown(config.get(key))}; "
-                "use another release of the model"
+                f"{OTHERWISE}"
             )
     return get_scheme(f"int4_w4a16_{_GROUP_SIZES[config['group_size']]}{'' if is_symmetric else '_zp'}")
 
@@ -206,13 +340,13 @@ def _awq_formats(config: Config) -> FormatOf:
     for key, expected in (("version", "gemm"), ("zero_point", True)):
         found = config.get(key, expected)
         if not is_one_of(found.lower() if isinstance(found, str) else found, (expected,)):
-            raise CheckpointError(
-                f"{key} of quant method awq must be {expected!r}, got {shown(found)}; save it so with AutoAWQ, or use "
-                "another release"
-            )
+            raise CheckpointError(f"{key} of quant method awq must be {expected!r}, got {shown(found)}; {OTHERWISE}")
+    return _all_but(config, ("modules_to_not_convert",), _awq_format(config))
+
+
+def _awq_format(config: Config) -> StorageFormat:
     scheme = _int4_scheme("awq", config, is_symmetric=False)
-    storage = StorageFormat(f"awq {scheme.name}", scheme, functools.partial(_awq_tensors, scheme))
-    return _all_but(config, ("modules_to_not_convert",), storage)
+    return StorageFormat(f"awq {scheme.name}", scheme, functools.partial(_awq_tensors, scheme))
 
 
 def _awq_tensors(scheme: QuantScheme, projection: Projection) -> Sequence[StoredTensor]:
@@ -221,12 +355,12 @@ def _awq_tensors(scheme: QuantScheme, projection: Projection) -> Sequence[Stored
     if projection.rows % 8 or projection.columns % 2:
         raise CheckpointError(
             f"the rows of {projection.module} must be a multiple of 8 and its columns of 2 in quant method awq, got "
-            f"{projection.rows} and {projection.columns}; use the config.json that belongs to these tensors"
+            f"{projection.rows} and {projection.columns}; {ONE_EXPORT}"
         )
     return (
-        StoredTensor(".qweight", ((projection.columns, projection.rows // 8),), ("I32",), "weight", awq_codes),
-        StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "scale", transposed),
-        StoredTensor(".qzeros", ((num_groups, projection.rows // 8),), ("I32",), "zero_point", awq_zero_points),
+        StoredTensor(("qweight",), ((projection.columns, projection.rows // 8),), ("I32",), "weight", awq_codes),
+        StoredTensor(("scales",), ((num_groups, projection.rows),), FLOATS, "scale", transposed),
+        StoredTensor(("qzeros",), ((num_groups, projection.rows // 8),), ("I32",), "zero_point", awq_zero_points),
     )
 
 
@@ -264,8 +398,8 @@ def _gptq_format(config: Config) -> StorageFormat:
     version = read_name(config, "checkpoint_format") or read_name(config, "format") or _VERSIONS[0]
     if version not in _VERSIONS:
         raise CheckpointError(
-            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {shown(version)}; save it "
-            "in one of these with GPTQModel"
+            f"checkpoint_format of quant method gptq must be {' or '.join(_VERSIONS)}, got {shown(version)}; "
+            f"{OTHERWISE}"
         )
     scheme = _int4_scheme("gptq", config, is_symmetric=read_flag(config, "sym", default=True))
     is_ordered = read_flag(config, "desc_act")
@@ -282,14 +416,12 @@ def _gptq_tensors(
     zeros = functools.partial(_gptq_zero_points, rows=rows, version=version, is_symmetric=fmt.symmetric)
     order = functools.partial(_check_order, group_size=columns // num_groups)
     return (
-        StoredTensor(".qweight", ((projection.num_groups(8), rows),), ("I32",), "weight", gptq_codes),
-        StoredTensor(".scales", ((num_groups, rows),), FLOATS, "scale", transposed),
+        StoredTensor(("qweight",), ((projection.num_groups(8), rows),), ("I32",), "weight", gptq_codes),
+        StoredTensor(("scales",), ((num_groups, rows),), FLOATS, "scale", transposed),
         StoredTensor(
-            ".qzeros", ((num_groups, -(-rows // 8)),), ("I32",), None if fmt.symmetric else "zero_point", zeros
+            ("qzeros",), ((num_groups, -(-rows // 8)),), ("I32",), None if fmt.symmetric else "zero_point", zeros
         ),
-        StoredTensor(".g_idx", ((columns,),), ("I32", "I64"), None, order, required=is_ordered),
-        # AutoGPTQ wrote zeros for modules without a bias.
-        StoredTensor(".bias", ((rows,),), FLOATS, None, _check_no_bias, required=False),
+        StoredTensor(("g_idx",), ((columns,),), ("I32", "I64"), None, order, required=is_ordered),
     )
 
 
@@ -313,28 +445,21 @@ def _check_order(stored: torch.Tensor, group_size: int) -> torch.Tensor:
         column = int(torch.nonzero(stored != expected)[0])
         raise CheckpointError(
             f"groups must be of {group_size} neighboring columns, got column {column} in group {int(stored[column])}; "
-            "columns that are ordered by activation are not read: quantize with desc_act false"
-        )
-    return stored
-
-
-def _check_no_bias(stored: torch.Tensor) -> torch.Tensor:
-    if stored.any():
-        raise CheckpointError(
-            f"experts of this model have no bias, got one of up to {float(stored.abs().max()):.3g}; use the "
-            "config.json that belongs to these tensors"
+            f"columns that are ordered by activation (desc_act) are not read; {OTHERWISE}"
         )
     return stored
 
 
 METHODS: Final[Mapping[str, Callable[[Config], FormatOf]]] = MappingProxyType(
     {
+        "auto-round": _auto_round_formats,
         "awq": _awq_formats,
         "compressed-tensors": compressed_tensors_formats,
         "fp8": _fp8_formats,
         "gptq": _gptq_formats,
         "modelopt": _modelopt_formats,
         "mxfp4": _mxfp4_formats,
+        "quark": _quark_formats,
     }
 )
 """Readers by `quant_method`: each makes modules' formats from the config, or raises CheckpointError if unknown."""

@@ -70,7 +70,7 @@ _LARGEST_FINITE_CODE: Final = {"torch.float8_e4m3fn": 0x7E, "torch.float8_e8m0fn
 """Largest code of 8-bit floats by dtype; all codes up to it are finite and not negative."""
 
 
-def check_scale(name: str, scale: torch.Tensor) -> None:
+def check_scale(name: str, scale: torch.Tensor, cure: str | None = None) -> None:
     """Checks that scales, or a part of them, are finite and not negative; activation scales must be positive."""
     # One max over the codes clears them all without an fp32 copy.
     largest = _LARGEST_FINITE_CODE.get(str(scale.dtype))
@@ -82,11 +82,11 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
     if not bad.any():
         return
     place = torch.nonzero(bad)[0].tolist()
-    rule, cure = "finite and not negative", "look at the checkpoint and at how its bytes were read"
+    rule, usual_cure = "finite and not negative", "look at the checkpoint and at how its bytes were read"
     if is_activation:
-        rule, cure = "finite and positive", "calibrate again, or leave it out where the scheme can do without"
+        rule, usual_cure = "finite and positive", "calibrate again, or leave it out where the scheme can do without"
     found = f"{float(values[tuple(place)])}{f' at {place}' if place else ''}"
-    raise ArgumentError(f"{name} must be {rule}, got {found}; {cure}")
+    raise ArgumentError(f"{name} must be {rule}, got {found}; {cure or usual_cure}")
 
 
 def check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from moereg.checkpoints import load_experts, moe_layers, read_problem
 from moereg.errors import CheckpointError
+from tests.checkpoints.cures import CURES
 from tests.checkpoints.small_checkpoint import (
     CONFIG,
     EXPERTS,
@@ -57,9 +58,12 @@ def _truncate(file: str, num_bytes: int) -> Break:
     return lambda path: (path / file).write_bytes((path / file).read_bytes()[:num_bytes]) and None
 
 
-def _only_pickles(path: Path) -> None:
-    _remove("model.safetensors.index.json")(path)
-    (path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+def _only(name: str) -> Break:
+    def write(path: Path) -> None:
+        _remove("model.safetensors.index.json")(path)
+        (path / name).write_bytes(b"")
+
+    return write
 
 
 def _rename_in_index(old: str, new: str) -> Break:
@@ -75,7 +79,7 @@ GATE_0, DOWN_3 = f"{EXPERTS}.0.gate_proj.weight", f"{EXPERTS}.3.down_proj.weight
 # fmt: off
 BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_remove("config.json"), "must hold config.json ... {path} ... nothing is downloaded"),
-    (_text("config.json", "{"), "{path}/config.json must be readable JSON ... download"),
+    (_text("config.json", "{"), "{path}/config.json must be readable JSON ... take it from"),
     (_text("config.json", "[]"), "{path}/config.json must hold a JSON object, got list"),
     (_config(model_type=...), "{path}/config.json must hold model_type, got None"),
     (_config(model_type="qwen3_mo"),
@@ -104,12 +108,12 @@ BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_config(model_type="minimax_m2", norm_topk_prob=True, intermediate_size=6, scoring_func="softmax"),
         "{path}/config.json ... scoring_func of model type 'minimax_m2' must be in ['sigmoid'], got 'softmax'"),
     (lambda path: write_checkpoint(path, {"text_config": CONFIG, "quantization_config": {"bits": 4}}),
-        "{path}/config.json ... must name its quant_method, got None ... known: awq ... fp8"),
+        "{path}/config.json ... must name its quant_method, got None ... known: auto-round, awq ... fp8"),
     (_config(quantization_config={"quant_method": "fp9"}),
-        "{path}/config.json ... unknown quant method 'fp9', did you mean 'fp8'? ... bfloat16 release"),
+        "{path}/config.json ... quant method 'fp9' is not read (read: ... fp8 ... ); use a release in"),
     (_config(quantization_config="fp8"), "{path}/config.json ... quantization_config must be a JSON object, got 'fp8'"),
     (_with_tensors({DOWN_3: torch.zeros(8, 6, dtype=torch.float8_e4m3fn)}),
-        f"{DOWN_3} must be BF16 or F16 or F32 ... unquantized ... F8_E4M3 in {{path}}/experts1.safetensors; use"),
+        f"{DOWN_3} must be BF16 or F16 or F32 ... unquantized ... F8_E4M3 in {{path}}/experts1.safetensors; take"),
     (_with_tensors({f"{GATE_0}_scale_inv": torch.ones(1, 1)}),
         f"unquantized experts have no tensor such as ... {GATE_0}_scale_inv ... {{path}}/experts0.safetensors"),
     (_remove("experts1.safetensors"),
@@ -125,15 +129,17 @@ BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_text("experts0.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
         "{path}/experts0.safetensors ( ... download"),
     (_with_tensors({DOWN_3: None}),
-        f"tensor {DOWN_3!r} is missing from {{path}}/model.safetensors.index.json ... download"),
-    (_with_tensors({ROUTER: None}), f"router of layer 1 is missing from '{{path}}' ... {ROUTER} ... download"),
+        f"tensor {DOWN_3!r} is missing from {{path}}/model.safetensors.index.json; take config.json"),
+    (_with_tensors({ROUTER: None}), f"router of layer 1 is missing from '{{path}}' ... {ROUTER}; take config.json"),
     (_config(hidden_size=10), f"{GATE_0} must be [6, 10] ... H=10 ... got [6, 8] in {{path}}/model.safetensors"),
     (_config(moe_intermediate_size=7), f"{GATE_0} must be [7, 8] ... I=7 ... got [6, 8] in {{path}}/model.safetensors"),
     (_config(num_experts=5), f"tensor '{EXPERTS}.4.gate_proj.weight' is missing from {{path}}/model.safetensors"),
     (_config(num_experts=3), f"{ROUTER} must be [3, 8] ... E=3 ... got [4, 8] in {{path}}/model.safetensors"),
     (_with_tensors({DOWN_3: torch.zeros(8, 6)}),
         f"{{path}} ... must have one dtype ... BF16 for {GATE_0} in experts0 ... F32 for {DOWN_3} in experts1"),
-    (_only_pickles, "only safetensors ... pytorch_model-00001-of-00002.bin ... {path} ... save_pretrained"),
+    (_only("pytorch_model-00001-of-00002.bin"),
+        "only safetensors ... pytorch_model-00001-of-00002.bin ... {path} ... save_pretrained"),
+    (_only("model-Q4_K_M.gguf"), "only safetensors ... got model-Q4_K_M.gguf ... {path} ... ; use the release"),
     (_remove("model.safetensors.index.json"), "got neither in '{path}'"),
 )
 # fmt: on
@@ -148,6 +154,7 @@ def test_a_broken_checkpoint_is_one_clear_error(sharded: Path, row: int) -> None
         with pytest.raises(CheckpointError, match=error_pattern(expected, sharded)) as error:
             read(sharded, 1)
         assert "\n" not in str(error.value)
+        assert any(cure in str(error.value) for cure in CURES)
 
 
 @pytest.mark.parametrize(

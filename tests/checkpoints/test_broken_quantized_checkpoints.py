@@ -13,6 +13,7 @@ from safetensors import safe_open
 from moereg.checkpoints import load_experts
 from moereg.errors import CheckpointError
 from moereg.routing.config_entries import MOST_EXPERTS, MOST_LAYERS
+from tests.checkpoints.cures import CURES
 from tests.checkpoints.small_checkpoint import error_pattern
 from tests.checkpoints.test_quantized_checkpoints import SCHEMES
 from tests.support.quantized_checkpoints import (
@@ -56,10 +57,14 @@ def _as_dbrx(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 # fmt: off
 BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
     ("fp8_block128", with_settings(weight_block_size=[1, 32]),
-        SETTINGS + "weight_block_size of quant method fp8 must be [128, 128], got [1, 32]"),
-    ("fp8_block128", with_settings(weight_block_size=...), SETTINGS + "weight_block_size ... got None ... 128 x 128"),
-    ("fp8_block128", with_settings(weight_block_size=[128, 128.0]), "must be [128, 128], got [128, 128.0]"),
-    ("fp8_block128", with_settings(activation_scheme="static"), "'dynamic', got 'static'"),
+        "weight_scale_inv must be [128, 4] ... fp8 in blocks of 1 x 32 experts, got [1, 1]"),
+    ("fp8_block128", with_settings(weight_block_size=[64, 64]),
+        SETTINGS + "weight_block_size must be in [[128, 128], [1, 32], None], got [64, 64]; use a release"),
+    ("fp8_block128", with_settings(weight_block_size=[128, 128.0]), ", None], got [128, 128.0]"),
+    ("fp8_block128", with_settings(activation_scheme="static"),
+        SETTINGS + "activation_scheme of quant method fp8 must be dynamic where ... 128 x 128, got 'static'"),
+    ("fp8_block128", with_settings(activation_scheme=...), "activation_scheme must be in ... got none"),
+    ("fp8_block128", with_settings(expert_dtype="fp6"), "expert_dtype must be in ['fp8', 'fp4'], got 'fp6'"),
     ("fp8_block128", with_tensor(f"{DOWN_1}.weight_scale_inv", None),
         f"'{DOWN_1}.weight_scale_inv' is missing from {{path}}/model.safetensors"),
     ("fp8_block128", with_tensor(f"{DOWN_1}.weight_scale_inv", torch.ones(2, 1)),
@@ -88,7 +93,7 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
     ("fp8_block128", with_tensor(f"{BLOCK}.experts.{'9' * 5000}.gate_proj.weight", torch.ones(1)), "tensor such as '"),
     ("fp8_block128", with_tensor(f"{BLOCK}.experts.\u0663.gate_proj.weight", torch.ones(1)), "no tensor such as '"),
     ("ct_int4", with_group("", input_activations={"type": "float", "num_bits": 8, "strategy": "token"}),
-        SETTINGS + "... got int4 group 32 weights with float8 static token activations ... known: float8"),
+        SETTINGS + "... int4 group 32 weights with float8 static token activations (known with them: 16-bit)"),
     ("ct_int4", with_group("weights", group_size=16), "got int4 group 16 weights with 16-bit"),
     ("ct_int4", with_group("weights", group_size="32"), "group_size must be a whole number of at least 1, got '32'"),
     ("ct_int4", with_group("weights", group_size=64), "multiple of the group size, got 96 columns in groups of 64"),
@@ -111,7 +116,7 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
         "pack-quantized int4_w4a16_g32 experts have no tensor such as ... weight_zero_point"),
     ("ct_int4_asymmetric", with_tensor(f"{DOWN_1}.weight_zero_point", torch.zeros(64, 3).char()), "must be [8, 3]"),
     ("ct_w4afp8", with_group("input_activations", strategy="group", group_size=128),
-        "int4 group 128 weights with float8 dynamic group 128 activations ... int4 group 128 with float8 dynamic to"),
+        "int4 group 128 weights with float8 dynamic group 128 activations (known with them: 16-bit, float8 static "),
     ("ct_w4afp8", with_group("input_activations", strategy="tensor", dynamic=False), "input_scale' is missing"),
     ("ct_w4afp8_unpacked", with_number(f"{DOWN_1}.weight", 8), "must be from -8 to 7, got -8 to 8; take the"),
     ("ct_int8", with_group("input_activations", dynamic="yes"), "must be in [True, False, 'local'], got 'yes'"),
@@ -134,7 +139,7 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
     # Its inverse is 0, which is a scale.
     ("ct_nvfp4", with_number(f"{DOWN_1}.weight_global_scale", float("inf")), "since they divide, got inf"),
     ("gptq", with_tensor(f"{DOWN_1}.g_idx", (torch.arange(96) % 3).int()),
-        f"{DOWN_1}.g_idx of '{{path}}' ... 32 neighboring columns, got column 1 in group 1 ... desc_act false"),
+        f"{DOWN_1}.g_idx of '{{path}}' ... 32 neighboring columns, got column 1 in group 1 ... (desc_act) are"),
     ("gptq", with_settings(bits=8), SETTINGS + "bits of quant method gptq must be 4, got 8"),
     ("gptq", with_settings(bits=4.0), "bits of quant method gptq must be 4, got 4.0"),
     ("gptq", with_settings(group_size=16), "must be 32 or 64 or 128 or -1, got 16"),
@@ -167,8 +172,8 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
         f"{GATE_0}.qweight must be [8, 96] ... gptq int4_w4a16_g32_zp ... got [64, 12]"),
     ("awq", with_tensor(f"{DOWN_1}.qzeros", None), f"'{DOWN_1}.qzeros' is missing"),
     ("awq", with_tensor(f"{DOWN_1}.qweight", torch.zeros(96, 7).int()), "must be [96, 8] ... got "),
-    ("modelopt_nvfp4", with_settings(quant_algo="MIXED"), SETTINGS + "unknown quant_algo 'MIXED' ... NVFP4"),
-    ("modelopt_nvfp4", with_settings(quant_algo=["NVFP4"]), "unknown quant_algo ['NVFP4']"),
+    ("modelopt_nvfp4", with_settings(quant_algo="MIXED"), SETTINGS + "quant_algo 'MIXED' is unknown (read: ... NVFP4"),
+    ("modelopt_nvfp4", with_settings(quant_algo=["NVFP4"]), "quant_algo must be a name, got ['NVFP4']"),
     ("modelopt_nvfp4", with_settings(group_size=16.0), "group_size of quant_algo NVFP4 must be 16, got 16.0"),
     ("modelopt_nvfp4", with_settings(quant_algo="FP8"), "weight must be [96, 64] ... modelopt FP8 ... got [96, 32]"),
     ("modelopt_nvfp4", with_tensor(f"{DOWN_1}.weight_scale_2", None), f"'{DOWN_1}.weight_scale_2' is missing"),
@@ -177,14 +182,15 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
     ("modelopt_nvfp4", with_tensor(f"{DOWN_1}.weight_scale", torch.zeros(64, 5).to(FP8)), "must be [64, 6] ... got "),
     ("mxfp4", with_tensor(f"{MXFP4_DOWN}_scales", None), f"'{MXFP4_DOWN}_scales' is missing"),
     ("mxfp4", with_tensor(f"{MXFP4_DOWN}_blocks", torch.zeros(4, 64, 6, 8).byte()),
-        "down_proj_blocks must be [4, 64, 3, 16] ... mxfp4 experts ... got [4, 64, 6, 8]"),
+        "down_proj_blocks must be [4, 64, 48] or [4, 64, 3, 16] ... mxfp4 experts ... got [4, 64, 6, 8]"),
     ("mxfp4", _with_config(intermediate_size=80),
         SETTINGS + "... down_proj must be a multiple of the group size, got 80 columns in groups of 32"),
-    ("mxfp4", with_tensor(MXFP4_DOWN, torch.zeros(4, 96, 64).bfloat16()), f"no tensor such as '{MXFP4_DOWN}'"),
-    ("fp8_block128", with_settings(quant_method="mxfp4"), f"'{BLOCK}.experts.gate_up_proj_blocks' is missing"),
+    ("mxfp4", with_tensor(MXFP4_DOWN, torch.zeros(4, 96, 64).bfloat16()),
+        f"{MXFP4_DOWN} must be [4, 64, 48] or [4, 64, 3, 16] ... mxfp4 experts, got [4, 96, 64]"),
+    ("fp8_block128", with_settings(quant_method="mxfp4"), f"{GATE_0}.weight must be [128, 64] or ... got [128, 128]"),
     ("mxfp4", with_settings(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
-        SETTINGS + "... model type 'gpt_oss' are read unquantized or in mxfp4, got fp8 in blocks of 128 x 128"),
-    ("mxfp4", _as_dbrx, SETTINGS + "... model type 'dbrx' are read unquantized, got mxfp4; use a release that is "),
+        SETTINGS + "fused experts of model type 'gpt_oss' have alternating ... stored as fp8 in blocks of"),
+    ("mxfp4", _as_dbrx, SETTINGS + "fused experts of model type 'dbrx' are stored flat, so they cannot be"),
 )
 # fmt: on
 
@@ -202,6 +208,7 @@ def test_a_broken_checkpoint_is_one_clear_error(tmp_path: Path, row: int) -> Non
     with pytest.raises(CheckpointError, match=pattern) as error:
         load_experts(path, 0)
     assert "\n" not in str(error.value)
+    assert any(cure in str(error.value) for cure in CURES)
     assert len(str(error.value)) < 1500
 
 
@@ -213,7 +220,13 @@ def _scales() -> list[tuple[str, str, float]]:
             for tensor in file.keys():  # noqa: SIM118
                 if "scale" in tensor and tensor.startswith((GATE_0, DOWN_1, MXFP4_DOWN)):
                     # Zero is no scale of activations. The larger of gate and up counts, and would hide another.
-                    value = -1.0 if tensor.startswith(GATE_0) else 0.0 if "input" in tensor else float("nan")
+                    value = (
+                        -1.0
+                        if tensor.startswith(GATE_0)
+                        else 0.0
+                        if "fp8" in name and "input" in tensor
+                        else float("nan")
+                    )
                     is_code = file.get_slice(tensor).get_dtype() == "U8"
                     found.append((name, tensor, 255.0 if is_code else value))
     return found

@@ -76,13 +76,13 @@ def test_models_larger_than_any_are_read(num_experts: int, num_layers: int, tmp_
 def test_the_first_missing_expert_ends_a_large_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = changed(tmp_path, "fp8_block128", lambda config, tensors: config.update(num_experts=MOST_EXPERTS))
     listed: list[int] = []
-    list_parts = _manifest._list_parts
+    list_parts = _manifest._Experts.parts
 
-    def listing(model: Any, sizes: Any, storage: Any, root: Any, expert: int, fused: Any) -> Any:
+    def listing(experts: Any, expert: int) -> Any:
         listed.append(expert)
-        return list_parts(model, sizes, storage, root, expert, fused)
+        return list_parts(experts, expert)
 
-    monkeypatch.setattr(_manifest, "_list_parts", listing)
+    monkeypatch.setattr(_manifest._Experts, "parts", listing)
     with pytest.raises(CheckpointError, match=r"experts.2.gate_proj.weight' is missing"):
         read_problem(path, 0)
     assert listed == [0, 1, 2]

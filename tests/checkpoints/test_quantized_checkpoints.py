@@ -90,7 +90,8 @@ def _matrix(layer: CheckpointLayer, restored: tuple[torch.Tensor, torch.Tensor],
 def test_every_checkpoint_and_method_is_tested() -> None:
     assert {path.parent.name for path in CHECKPOINTS.glob("*/config.json")} == set(SCHEMES)
     methods = {config_of(CHECKPOINTS / name)["quantization_config"]["quant_method"] for name in SCHEMES}
-    assert methods == set(METHODS)
+    # test_published_formats.py has these.
+    assert methods == {*METHODS} - {"auto-round", "quark"}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -361,7 +362,7 @@ def test_hf_quant_config_is_read_where_config_says_nothing(only_hf_quant_config:
 @pytest.mark.parametrize(
     ("quantization", "expected"),
     [
-        ({"quant_algo": "W4A8_AWQ"}, "unknown quant_algo 'W4A8_AWQ'"),
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' has vectors that multiply activations"),
         ({"quant_algo": "NVFP4", "group_size": 32}, "group_size of quant_algo NVFP4 must be 16, got 32"),
         (None, "must hold an object named quantization, got None"),
     ],

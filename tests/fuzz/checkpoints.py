@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from moereg.checkpoints import CheckpointLayer, load_experts, moe_layers, read_problem
 from moereg.errors import MoeregError
+from tests.checkpoints.published_layers import LAYERS, made
 from tests.fuzz.area import Area
 from tests.fuzz.hostile import apply_edits, draw_edit, draw_file_name, draw_pattern, draw_text, draw_value, dumped
 
@@ -51,6 +52,7 @@ _CONFIGS: Final[Mapping[str, dict[str, Any]]] = {
 BASES: Final = (
     *_CONFIGS,
     "multimodal",
+    *LAYERS,
     *sorted(path.name for path in _STORED.iterdir() if path.is_dir() and path.name != "__pycache__"),
 )
 
@@ -77,6 +79,9 @@ def base(name: str) -> Base:
     if name == "multimodal":
         text = {"model_type": "qwen3_moe", **_QWEN}
         return Base({"model_type": "x", "text_config": text, "vision_config": {}}, save(_tensors("qwen3_moe")), 1)
+    if name in LAYERS:
+        layer = made(name)
+        return Base(layer.config, save(layer.tensors), 0)
     config = json.loads((_STORED / name / "config.json").read_text())
     return Base(config, (_STORED / name / "model.safetensors").read_bytes(), 0)
 
@@ -253,8 +258,8 @@ def _draw_file(rng: random.Random) -> Any:
 
 _KEY = "quantization_config"
 _QUANTIZED = [name for name in BASES if _KEY in base(name).config]
-_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
-_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+_METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "quark")
+_LISTS = ("exclude", "ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 
 
 def _draw_quantization_config(rng: random.Random) -> dict[str, Any]:
