@@ -88,7 +88,7 @@ def read_rate(num_threads: int) -> float:
 def _runs(
     shape: Shape, problem: MoEProblem, weights: ExpertWeights, num_threads: int
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """What runs a bfloat16 layer, and why others do not."""
+    """Kernels that run a bfloat16 layer, and reasons why others do not."""
     runs: dict[str, Run] = {OURS: _backend("cpu", problem, weights), "torch": _backend("torch", problem, weights)}
     notes: dict[str, str] = {}
     module = peer_module(shape, weights)
