@@ -25,7 +25,7 @@ EVERYWHERE := not gpu and not peers and not finetune and not aot
 # Kernels in C++, in a folder of their own that goes on the path: the tests of .venv run without plugins. `CPU_IS_BUILT=` on
 # the command line leaves them out.
 CPU := build/moereg-cpu
-CPU_SOURCES := $(wildcard $(addprefix plugins/moereg-cpu/,CMakeLists.txt pyproject.toml csrc/* src/moereg_cpu/*.py))
+CPU_SOURCES := $(wildcard $(addprefix plugins/moereg-cpu/,CMakeLists.txt pyproject.toml csrc/* src/moereg_cpu/*.py src/moereg_cpu/*.json))
 CPU_IS_BUILT := $(wildcard $(CPU)/.stamp)
 ON_CPU_PATH := PYTHONPATH=$(CURDIR)/$(CPU)/site$${PYTHONPATH:+:$$PYTHONPATH}
 WITH_CPU = $(if $(CPU_IS_BUILT),$(ON_CPU_PATH))
