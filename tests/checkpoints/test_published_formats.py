@@ -182,7 +182,7 @@ def test_without_any_input_scale_each_token_has_its_own(tmp_path: Path, value: f
     assert found.make_kernel()(hidden_states, *found.route(hidden_states)).isfinite().all()
 
 
-def test_transformers_reads_the_same_deepseek_v4(tmp_path: Path) -> None:
+def test_transformers_reads_the_same_deepseek_v4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own model, saved by it, with experts replaced by published fp4; on a CPU transformers dequantizes them."""
     family = FAMILIES["deepseek_v4"]
     if not (MODELS / family.module).is_dir():
@@ -204,6 +204,8 @@ def test_transformers_reads_the_same_deepseek_v4(tmp_path: Path) -> None:
     )
     found = load_experts(tmp_path, 3)
     assert found.problem.quant.name == "mxfp4_mxfp8"
+    # Without accelerate, which it needs on GPUs alone, transformers would refuse to load.
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
     theirs = family.block(family.model_class.from_pretrained(tmp_path, dtype=torch.float32)).experts
     ours = dequantize_weights(found.weights, torch.float32)
     for mine, other in zip(ours, (theirs.gate_up_proj, theirs.down_proj), strict=True):
