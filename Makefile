@@ -25,8 +25,8 @@ EVERYWHERE := not gpu and not peers and not finetune and not aot
 # Kernels in C++, in a folder of their own that goes on the path: the tests of .venv run without plugins. `CPU_IS_BUILT=` on
 # the command line leaves them out.
 CPU := build/moereg-cpu
-CPU_SOURCES := $(wildcard $(addprefix plugins/moereg-cpu/,CMakeLists.txt pyproject.toml csrc/* src/moereg_cpu/*.py src/moereg_cpu/*.json))
-CPU_IS_BUILT := $(wildcard $(CPU)/.stamp)
+CPU_SOURCES := $(wildcard $(addprefix plugins/moereg-cpu/,CMakeLists.txt pyproject.toml $(addprefix src/moereg_cpu/,*.py *.json csrc/*)))
+CPU_IS_BUILT := $(shell test -e $(CPU)/.stamp && test -z "$$(find $(CPU_SOURCES) -newer $(CPU)/.stamp)" && echo yes)
 ON_CPU_PATH := PYTHONPATH=$(CURDIR)/$(CPU)/site$${PYTHONPATH:+:$$PYTHONPATH}
 WITH_CPU = $(if $(CPU_IS_BUILT),$(ON_CPU_PATH))
 SAY_CPU = $(if $(CPU_IS_BUILT),,@echo '== without the C++ kernels for CPUs: `make build-cpu` compiles them (a minute; needs a C++ compiler)')
@@ -208,7 +208,7 @@ $(CPU)/.kit-stamp: $(CPU)/.stamp $(STAMP_INPUTS) | $(VENV)/.test-stamp
 $(CPU)/.stamp: $(CPU_SOURCES) constraints.txt | $(VENV)/.venv-stamp
 	$(CXX_IS_THERE)
 	@echo '== compiling plugins/moereg-cpu into $(CPU): about a minute'
-	@rm -rf $(CPU)/wheel $(CPU)/site
+	@rm -rf $(CPU)/wheel $(CPU)/site $@
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip wheel --disable-pip-version-check --progress-bar off \
 		--no-deps --wheel-dir $(CPU)/wheel ./plugins/moereg-cpu
 	@$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --target $(CPU)/site $(CPU)/wheel/*.whl

@@ -49,7 +49,9 @@ def ktransformers(problem: MoEProblem, weights: ExpertWeights, num_threads: int)
     detect: Any = _load("_cpu_detect", FOLDER / "kt_kernel/_cpu_detect.py").detect_cpu_features
     # Without AMX, as the other peers.
     variant = {"amx": "avx512_bf16"}.get(detect(), detect())
-    (path,) = FOLDER.glob(f"kt_kernel/_kt_kernel_ext_{variant}.cpython-*.so")
+    path = next(FOLDER.glob(f"kt_kernel/_kt_kernel_ext_{variant}.cpython-*.so"), None)
+    if path is None:
+        raise MissingPeer(f"has no kernels for {variant}")
     module = _load("kt_kernel_ext", path)
     pool = module.WorkerPoolConfig()
     pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [num_threads]

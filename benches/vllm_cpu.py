@@ -91,6 +91,6 @@ class VllmCpuExperts(Experts):
         if inputs.expert_map is not None:
             ids = inputs.expert_map[ids * is_here]
             is_here &= ids >= 0
-        routes = inputs.topk_weights * is_here, ids * is_here
+        routes = inputs.topk_weights.where(is_here, 0), ids * is_here
         matrices = weights["w13"], weights["w2"], None, None
         _operators().cpu_fused_moe(out, inputs.hidden_states, *matrices, *routes, False, "silu", "vec")

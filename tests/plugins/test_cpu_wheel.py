@@ -28,7 +28,9 @@ def test_the_wheel_serves_every_python_and_torch() -> None:
         files = {name: archive.getinfo(name) for name in archive.namelist()}
         (metadata,) = (archive.read(name).decode() for name in files if name.endswith(".dist-info/METADATA"))
     own = {name.removeprefix("moereg_cpu/") for name in files if name.startswith("moereg_cpu/")}
-    assert own == {path.name for path in (SOURCE / "moereg_cpu").glob("[!_.]*.*")} | {"__init__.py", "libmoereg_cpu.so"}
+    sources = [path.relative_to(SOURCE / "moereg_cpu") for path in (SOURCE / "moereg_cpu").rglob("*.*")]
+    sources = [path for path in sources if "__pycache__" not in path.parts]
+    assert own == {path.as_posix() for path in sources} | {"libmoereg_cpu.so"}
     assert all(name in own or ".dist-info/" in name for name in {name.removeprefix("moereg_cpu/") for name in files})
     said = email.message_from_string(metadata)
     assert said["License-Expression"] == "Apache-2.0"

@@ -85,6 +85,7 @@ class Punica:
 def test_adapters_are_added_to_both_products(ep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_moereg.products", SimpleNamespace(RouteProducts=Products))
     monkeypatch.setattr(hook, "_APART", "torch")
+    monkeypatch.setenv("MOEREG_PREFER", "torch")
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=ep, rank_in_group=ep - 1))
     engine, adapters = VllmConfig(), LoRAConfig(max_lora_rank=RANK, max_loras=2, lora_dtype=torch.float32)
     engine.parallel_config.enable_expert_parallel = ep > 1

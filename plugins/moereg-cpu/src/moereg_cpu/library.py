@@ -150,7 +150,7 @@ def why_unavailable() -> str | None:
         return f"requires the compiled library of moereg-cpu, got none in {PATH.parent}; install its wheel or build it"
     try:
         library = load_library()
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return f"requires that the library of moereg-cpu loads, got {error}"
     asked = os.environ.get(ISA_VARIABLE)
     if asked and asked not in library.runnable:

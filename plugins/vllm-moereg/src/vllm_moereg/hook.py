@@ -142,7 +142,7 @@ def cpu_refusal(selection: Selection) -> str | None:
     if winner.backend == _CPU_BACKEND and is_faster:
         return None
     return (
-        f"requires on a CPU the backend {_CPU_BACKEND} of moereg-cpu and bfloat16, int8, int4 or mxfp4, got "
+        f"requires on a CPU the backend {_CPU_BACKEND} of moereg-cpu and bfloat16, int8_w8a16, int4 or mxfp4, got "
         f"{winner.backend} and {computes} in {problem.dtype}; MOEREG_REQUIRE or MOEREG_PREFER names a backend to use it"
     )
 

@@ -6,9 +6,10 @@
 //
 // 16- and 32-bit weights and 8-bit floats are multiplied as fp32. Integers and 4-bit floats, whose doubles are
 // integers, are multiplied as integers, with exact sums: per block of 128 columns, activations are 16-bit integers
-// times one fp32 number, off by at most 2^-16 of the block's largest. That is below the rounding of bfloat16 and
-// float16 inputs, and takes half of the instructions of fp32. 4-bit weights are unsigned bytes there, and activations
-// two signed ones. Of int8 weights, activations may also be int8, with one scale per row.
+// times one fp32 number, off by at most 2^-16 of the block's largest. That is below the rounding of 16-bit inputs, unless
+// one column is a thousand times the others and all of its weights are zero, and takes half of the instructions of fp32.
+// 4-bit weights are unsigned bytes there, and activations two signed ones. With int8 weights, activations may also be
+// int8, with one scale per row.
 #pragma once
 
 #include "numbers.h"
@@ -59,7 +60,8 @@ struct BFloat16 {
 };
 
 // A code's sign, exponent and mantissa where fp32 has them is 2^-120 of its value, also if the code is subnormal. Half
-// of that factor is in the packed activations, and half in the result, so that neither leaves the range of fp32.
+// of that factor is in the packed activations, and half in the result, so that inputs below 2^67 leave neither
+// out of the range of fp32.
 struct Float8 {
     static constexpr bool kIsInteger = false, kIsBytes = false, kHasNan = true;
     static constexpr int kVectors = 4, kStep = 4 * kLanes, kStepBytes = kStep;

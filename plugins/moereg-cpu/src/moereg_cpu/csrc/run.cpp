@@ -21,7 +21,8 @@ namespace {
 constexpr int64_t kTileGates = 32;
 constexpr int64_t kTileColumns = 64;
 constexpr int64_t kAlignment = 64;
-// Longer calls run in pieces, each with at least kLeastTokens, whose routes' outputs take at most so many bytes of fp32.
+// Longer calls run in pieces, each with at least kLeastTokens. The fp32 outputs of a piece's routes take at most so many
+// bytes, and so do their intermediates.
 constexpr int64_t kPieceBytes = 64 << 20;
 constexpr int64_t kLeastTokens = 64;
 
@@ -57,7 +58,7 @@ int64_t item_bytes(int32_t format) { return format == MOEREG_CPU_F32 ? 4 : 2; }
 
 int64_t tokens_of_piece(const moereg_cpu_layer& layer, int64_t num_tokens, bool is_per_expert) {
     const int64_t rows = is_per_expert ? layer.num_local_experts : layer.top_k;
-    return smaller(num_tokens, larger(kLeastTokens, kPieceBytes / (rows * layer.w2.rows * 4)));
+    return smaller(num_tokens, larger(kLeastTokens, kPieceBytes / (rows * larger(layer.w2.rows, layer.w2.columns) * 4)));
 }
 
 // Cuts the workspace into parts.
