@@ -56,6 +56,8 @@ LAYERS: Final = (
 )
 SCHEMES: Final = (PLAIN, "int8_w8a16", "int4_w4a16_g128", "int4_w4a16_g32", "mxfp4_w4a16")
 NUM_TOKENS: Final = (1, 2, 4, 8, 16, 64, 256)
+APART: Final = ("ktransformers",)
+"""Timed after the others, since its threads spin on after a call and slow what comes next."""
 READ_BYTES: Final = 1 << 30
 CHECKED_TOKENS: Final = 4
 """Tokens of a call that are compared with the reference: each token's output is its own."""
@@ -183,9 +185,12 @@ def _sizes(shape: Shape) -> dict[str, int]:
 
 def _row(weights: ExpertWeights, runs: Mapping[str, Run], calls: Sequence[Call], rounds: int) -> dict[str, Any]:
     other = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
-    timed = {name: [functools.partial(run, call) for call in calls] for name, run in runs.items()}
-    timings = time_runs(timed, CPU, rounds, before=lambda: other.add_(1))
-    times = {name: timing.median_us for name, timing in timings.items()}
+    times = {}
+    for is_apart in (False, True):
+        names = [name for name in runs if (name in APART) is is_apart]
+        timed = {name: [functools.partial(runs[name], call) for call in calls] for name in names}
+        timings = time_runs(timed, CPU, rounds, before=lambda: other.add_(1)) if timed else {}
+        times |= {name: timing.median_us for name, timing in timings.items()}
     expert_bytes = sum(tensor[0].nbytes for tensor in weights.tensors().values())
     active = statistics.mean(len(call.topk_ids.unique()) for call in calls)
     gbps = active * expert_bytes / times[OURS] / 1e3 if OURS in times else None
