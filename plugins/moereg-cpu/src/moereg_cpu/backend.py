@@ -161,7 +161,7 @@ def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int)
         scale_format=FORMATS[fmt.scale_dtype],
         group_columns=group_columns,
         group_rows=group_rows,
-        rounds_tokens=computes.name == "int8_w8a8",
+        rounds_tokens=computes.activation is not None,
     )
 
 

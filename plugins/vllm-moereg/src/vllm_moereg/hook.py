@@ -37,7 +37,7 @@ _APART: Final = "triton"
 """The backend of whose products `MoeregExperts` makes a layer with adapters."""
 # Before 0.30 vLLM's routers call operators that its builds for CPUs lack: its own experts route there.
 _CPU_ROUTER: Final = "vllm.model_executor.layers.fused_moe.router.cpu_router"
-# On a CPU, what is faster than vLLM's own kernel: this backend, computing this.
+# What was measured on a CPU: this backend, computing this.
 _CPU_BACKEND: Final = "cpu"
 _CPU_SCHEMES: Final = ("int4_w4a16", "int8_w8a16", "mxfp4_w4a16")
 _SAID: Final[set[str]] = set()
@@ -133,7 +133,7 @@ def _can_route(device: torch.device) -> bool:
 
 
 def cpu_refusal(selection: Selection) -> str | None:
-    """Why a layer on a CPU is left to vLLM although a kernel fits: vLLM's own is faster, and nobody asked for ours."""
+    """Why a layer on a CPU is left to vLLM although a kernel fits: it was not measured, and nobody asked for it."""
     winner, problem = selection.winner, selection.problem
     if winner is None or selection.platform.kind != "cpu" or selection.request.require or selection.request.prefer:
         return None
