@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from benches.stored import RESULTS, outcome, read
 __all__ = ["TABLES"]
 
 _FILES: Final = {"vLLM": RESULTS / "serving_h200.json", "SGLang": RESULTS / "sglang_h200.json"}
-_MODES: Final = {"eager": "eager", "graphs": "graphs", "compiled": "graphs and compiler"}
+_MODES: Final = {"eager": "eager", "graphs": "graphs", "compiled": "compiled"}
 
 
 class _Pair(NamedTuple):
@@ -30,6 +31,9 @@ class _Pair(NamedTuple):
 _APART: Final = {"--compare", "--zero-experts", "--layers"}
 """Options of runs that are checks, or of part of a model."""
 
+_COMPILING_S: Final = 1.0
+"""No batch takes this long; where one in a hundred first tokens does, a kernel was compiled before it."""
+
 
 def _runs(name: str) -> list[dict[str, Any]]:
     return [run for run in read(_FILES[name])["runs"] if not run["wishes"] and not _APART & {*run["argv"]}]
@@ -44,7 +48,7 @@ def _engine(run: dict[str, Any]) -> str:
     ranks = run.get("parallel", 1)
     if ranks == 1:
         return _MODES[run["mode"]]
-    return f"{_MODES[run['mode']]}, {ranks} GPUs, {'expert' if run['experts_parallel'] else 'tensor'} parallel"
+    return f"{_MODES[run['mode']]}, TP {ranks}{' + EP' if run['experts_parallel'] else ''}"
 
 
 def _best(name: str, mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:
@@ -77,8 +81,9 @@ def _pairs(name: str) -> Iterator[_Pair]:
 def _mean(pairs: list[_Pair]) -> str:
     ratios = [pair.theirs / pair.ours for pair in pairs]
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-    counts = [sum(outcome(ratio) == name for ratio in ratios) for name in ("won", "tied", "lost")]
-    return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); {counts[0]} won, {counts[1]} tied, {counts[2]} lost"
+    counts = Counter(map(outcome, ratios))
+    counted = ", ".join(f"{counts[name]} {name}" for name in ("won", "tied", "lost") if counts[name])
+    return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); {counted}"
 
 
 def summary_table(name: str) -> str:
@@ -108,8 +113,33 @@ def rows_table(name: str) -> str:
     return table(header, rows)
 
 
+def arrivals_table(name: str) -> str:
+    """Requests that arrive over time: the engine's own figures, then moereg's."""
+    found: dict[tuple[str, str, float], dict[bool, dict[str, float]]] = {}
+    for run in _runs(name):
+        for row in run["arrivals"]:
+            key = f"{run['model']} {run['quant']}", _engine(run), row["rate"]
+            sides = found.setdefault(key, {})
+            known = sides.setdefault(_is_ours(run), row)
+            sides[_is_ours(run)] = min(known, row, key=lambda one: one["first_p99_s"])
+    rows, compiled = [], []
+    for key, sides in found.items():
+        pair = [sides[flag] for flag in (False, True) if flag in sides]
+        if len(pair) < 2 or any(side["first_p99_s"] > _COMPILING_S for side in pair):
+            compiled.append(key[0])
+            continue
+        cells = [" / ".join(f"{side['output_per_s']:,.0f}" for side in pair)]
+        for field in ("first_p50_s", "first_p99_s", "between_p50_s", "between_p99_s"):
+            cells.append(" / ".join(f"{1000 * side[field]:.1f}" for side in pair))
+        rows.append([key[0], f"{key[2]:g}", *cells])
+    header = ["model", "requests / s", "output tokens / s", "first token p50", "p99", "between tokens p50", "p99"]
+    left = f" Still compiling, so left out: {', '.join(dict.fromkeys(compiled))}." if compiled else ""
+    return f"{table(header, rows)}\n\n{name} / moereg, milliseconds.{left}"
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "serving": functools.partial(summary_table, "vLLM"),
+    "serving_arrivals": functools.partial(arrivals_table, "vLLM"),
     "serving_rows": functools.partial(rows_table, "vLLM"),
     "sglang": functools.partial(summary_table, "SGLang"),
     "sglang_rows": functools.partial(rows_table, "SGLang"),
