@@ -22,6 +22,8 @@ PYTEST_ARGS ?=
 RANGES_ARGS ?=
 # Tests that need neither a GPU nor a library of another extra, but for those that compile for a quarter of an hour.
 EVERYWHERE := not gpu and not peers and not finetune and not aot
+# `MARKS='$(EVERYWHERE)'` on the command line makes `make test` run what `make test-all` runs, too.
+MARKS := not slow and $(EVERYWHERE)
 # Kernels in C++, in a folder of their own that goes on the path: the tests of .venv run without plugins. `CPU_IS_BUILT=` on
 # the command line leaves them out.
 CPU := build/moereg-cpu
@@ -63,7 +65,7 @@ demo: $(VENV)/.core-stamp
 	@echo '== the command is $(BIN)/moereg; after `source $(BIN)/activate` it is moereg'
 
 test: $(VENV)/.test-stamp
-	$(IN_PARALLEL) -m 'not slow and $(EVERYWHERE)' $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m '$(MARKS)' $(PYTEST_ARGS)
 	$(if $(CPU_IS_BUILT),$(TEST_CPU) || [ $$? -eq 5 ])
 	$(SAY_CPU)
 
