@@ -111,8 +111,9 @@ sanitize-cpu: $(VENV)/.venv-stamp
 	@cmake --build $(CPU)/sanitized --target driver --parallel 2
 	$(CPU)/sanitized/driver
 
+# Only the files that have the mark: to collect the others takes longer than most of these tests.
 test-peers: $(VENV)/.peers-stamp .cpu-peers/.stamp
-	$(IN_PARALLEL) -m 'peers and not gpu' $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m 'peers and not gpu' $$(grep -rlw peers --include='test_*.py' tests) $(PYTEST_ARGS)
 
 # Engines run two at a time in processes of their own.
 test-vllm: $(VLLM_VENV)/.stamp
