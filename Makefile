@@ -115,9 +115,9 @@ sanitize-cpu: $(VENV)/.venv-stamp
 test-peers: $(VENV)/.peers-stamp .cpu-peers/.stamp
 	$(IN_PARALLEL) -m 'peers and not gpu' $$(grep -rlw peers --include='test_*.py' tests) $(PYTEST_ARGS)
 
-# Engines run two at a time in processes of their own.
+# Engines run in processes of their own, those of test_engine.py two at a time; meanwhile a second worker runs other files.
 test-vllm: $(VLLM_VENV)/.stamp
-	$(VLLM_VENV)/bin/python -m pytest -m vllm plugins/vllm-moereg/tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m vllm plugins/vllm-moereg/tests $(PYTEST_ARGS)
 
 # Not a step of .ci/run, for its size. Needs Python 3.11, and a pip that finds PyTorch's CPU wheels.
 test-sglang: $(SGLANG)/.stamp
