@@ -35,6 +35,8 @@ SAY_CPU = $(if $(CPU_IS_BUILT),,@echo '== without the C++ kernels for CPUs: `mak
 TEST_CPU = $(ON_CPU_PATH) $(IN_PARALLEL) -p no:cacheprovider plugins/moereg-cpu/tests $(PYTEST_ARGS)
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# The files that name a mark: to collect the others takes longer than most of its tests.
+FILES_WITH = $$(grep -rlw $(1) --include='test_*.py' tests)
 
 help:
 	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
@@ -97,7 +99,7 @@ test-machines: $(VENV)/.test-stamp
 		-k 'not Triton and (Int8 or not test_a_promise_is_kept)' --vnni -p randomly --randomly-dont-reset-seed
 
 test-finetune: $(VENV)/.finetune-stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune tests/integrations tests/benches $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune $(call FILES_WITH,finetune) $(PYTEST_ARGS)
 
 build-cpu: $(CPU)/.stamp
 
@@ -111,9 +113,8 @@ sanitize-cpu: $(VENV)/.venv-stamp
 	@cmake --build $(CPU)/sanitized --target driver --parallel 2
 	$(CPU)/sanitized/driver
 
-# Only the files that have the mark: to collect the others takes longer than most of these tests.
 test-peers: $(VENV)/.peers-stamp .cpu-peers/.stamp
-	$(IN_PARALLEL) -m 'peers and not gpu' $$(grep -rlw peers --include='test_*.py' tests) $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m 'peers and not gpu' $(call FILES_WITH,peers) $(PYTEST_ARGS)
 
 # Engines run in processes of their own, those of test_engine.py two at a time; meanwhile a second worker runs other files.
 test-vllm: $(VLLM_VENV)/.stamp
