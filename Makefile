@@ -22,6 +22,8 @@ PYTEST_ARGS ?=
 RANGES_ARGS ?=
 # Tests that need neither a GPU nor a library of another extra, but for those that compile for a quarter of an hour.
 EVERYWHERE := not gpu and not peers and not finetune and not aot
+# `MARKS='$(EVERYWHERE)'` on the command line makes `make test` run what `make test-all` runs, too.
+MARKS := not slow and $(EVERYWHERE)
 # Kernels in C++, in a folder of their own that goes on the path: the tests of .venv run without plugins. `CPU_IS_BUILT=` on
 # the command line leaves them out.
 CPU := build/moereg-cpu
@@ -33,6 +35,8 @@ SAY_CPU = $(if $(CPU_IS_BUILT),,@echo '== without the C++ kernels for CPUs: `mak
 TEST_CPU = $(ON_CPU_PATH) $(IN_PARALLEL) -p no:cacheprovider plugins/moereg-cpu/tests $(PYTEST_ARGS)
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# The files that name a mark: to collect the others takes longer than most of its tests.
+FILES_WITH = $$(grep -rlw $(1) --include='test_*.py' tests)
 
 help:
 	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
@@ -63,7 +67,7 @@ demo: $(VENV)/.core-stamp
 	@echo '== the command is $(BIN)/moereg; after `source $(BIN)/activate` it is moereg'
 
 test: $(VENV)/.test-stamp
-	$(IN_PARALLEL) -m 'not slow and $(EVERYWHERE)' $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m '$(MARKS)' $(PYTEST_ARGS)
 	$(if $(CPU_IS_BUILT),$(TEST_CPU) || [ $$? -eq 5 ])
 	$(SAY_CPU)
 
@@ -95,7 +99,7 @@ test-machines: $(VENV)/.test-stamp
 		-k 'not Triton and (Int8 or not test_a_promise_is_kept)' --vnni -p randomly --randomly-dont-reset-seed
 
 test-finetune: $(VENV)/.finetune-stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune tests/integrations tests/benches $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune $(call FILES_WITH,finetune) $(PYTEST_ARGS)
 
 build-cpu: $(CPU)/.stamp
 
@@ -110,11 +114,11 @@ sanitize-cpu: $(VENV)/.venv-stamp
 	$(CPU)/sanitized/driver
 
 test-peers: $(VENV)/.peers-stamp .cpu-peers/.stamp
-	$(IN_PARALLEL) -m 'peers and not gpu' $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m 'peers and not gpu' $(call FILES_WITH,peers) $(PYTEST_ARGS)
 
-# Engines run two at a time in processes of their own.
+# Engines run in processes of their own, those of test_engine.py two at a time; meanwhile a second worker runs other files.
 test-vllm: $(VLLM_VENV)/.stamp
-	$(VLLM_VENV)/bin/python -m pytest -m vllm plugins/vllm-moereg/tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile -m vllm plugins/vllm-moereg/tests $(PYTEST_ARGS)
 
 # Not a step of .ci/run, for its size. Needs Python 3.11, and a pip that finds PyTorch's CPU wheels.
 test-sglang: $(SGLANG)/.stamp

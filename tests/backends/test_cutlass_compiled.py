@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,20 +21,24 @@ pytestmark = pytest.mark.peers
 SCRIPT = Path(__file__).parents[1] / "kernels" / "quack_compile.py"
 
 
-@pytest.mark.parametrize(("arch", "instruction"), [("sm_90a", "wgmma"), ("sm_100a", "tcgen05")])
-def test_kernels_compile_and_nothing_spills(arch: str, instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_and_nothing_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("quack", reason="quack-kernels is not installed; make test-peers installs it")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    found = json.loads(printed(str(SCRIPT), arch, timeout=600).splitlines()[-1])
-    # Once, and of both products: what tells kernels apart are attributes of QuACK's objects, which no signature shows.
-    (announced,) = found["announced"]
-    assert "compiling 2 kernels of cutlass" in announced
-    kernels = found["kernels"]
-    assert len(kernels) == 8
-    for kernel in kernels:
-        assert kernel[instruction] > 0, kernel
-        assert kernel["stack"] == 0, kernel
-        assert kernel["registers"] <= 168, kernel
+    instructions = {"sm_90a": "wgmma", "sm_100a": "tcgen05"}
+    # Side by side: each takes most of a minute, and the other tests of `make test-peers` not half of one.
+    with ThreadPoolExecutor() as pool:
+        outputs = list(pool.map(lambda arch: printed(str(SCRIPT), arch, timeout=600), instructions))
+    for arch, output in zip(instructions, outputs, strict=True):
+        found = json.loads(output.splitlines()[-1])
+        # Once, and of both products: what tells kernels apart are attributes of QuACK's objects, which no signature
+        # shows.
+        (announced,) = found["announced"]
+        assert "compiling 2 kernels of cutlass" in announced, arch
+        assert len(found["kernels"]) == 8, arch
+        for kernel in found["kernels"]:
+            assert kernel[instructions[arch]] > 0, (arch, kernel)
+            assert kernel["stack"] == 0, (arch, kernel)
+            assert kernel["registers"] <= 168, (arch, kernel)
 
 
 _DIGESTS = """

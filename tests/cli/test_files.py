@@ -287,12 +287,3 @@ def test_every_configuration_of_an_autotuner_is_compiled_ahead(triton_file: Path
     assert done.returncode == 0, done.stderr
     kernels = strict_json(done.stdout)["kernels"]
     assert [kernel["name"] for kernel in kernels] == ["my_triton:grouped_product"] * 4
-
-
-@pytest.mark.slow
-def test_the_compiling_process_knows_it(file: Path) -> None:
-    """It launches nothing of Triton, and that is what the process has to find."""
-    line = f"compile {NAME} {SIZES} --platform cuda:sm90 --tokens 1 --jobs 1 --require my_kernel"
-    done = run_module(line, file.parent, TRITON_CACHE_DIR=str(file.parent / "cache"))
-    assert done.returncode == 3, done.stderr
-    assert "it launches no Triton kernels" in done.stderr

@@ -122,8 +122,10 @@ def test_a_machine_that_can_run_nothing_says_why(call: Call, call_json: CallJson
 @pytest.mark.slow
 def test_what_passed_everything_is_recorded(call: Call, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "ledger.json"
-    code, out, _ = call(f"verify picky --module {FILE} --ledger {path}")
+    code, out, err = call(f"verify picky --module {FILE} --ledger {path}")
     assert code == 0
+    assert "picky: 15 checks passed in" in out
+    assert "note: " not in out + err
     assert f"1 of 1 cells are recorded in {path}" in out
     (record,) = read_ledger(path)
     assert (record.backend, record.rule) == ("picky", "cpu")

@@ -129,12 +129,7 @@ def test_an_answer_that_nobody_waited_for_is_none_to_the_next_question(
 
 
 @pytest.mark.slow
-def test_a_right_backend_passes_and_one_that_prints_gets_a_note() -> None:
-    report = verify("picky", modules=[FILE])
-    assert report.passed is True, report.failures
-    (cell,) = report.verified_cells
-    assert report.verified_cells[cell] == len(report.results) == 15
-    assert not report.notes
+def test_a_backend_that_prints_gets_a_note() -> None:
     report = verify("prints", modules=[FILE], only=["permute", "numbers"])
     assert report.passed is True
     (note,) = report.notes
@@ -147,7 +142,7 @@ def test_a_right_backend_passes_and_one_that_prints_gets_a_note() -> None:
     ("code", "status", "message"),
     [
         ("import os; os._exit(4)", "crashed", "exit code 4"),
-        ("import time; time.sleep(1000)", "timed_out", "no end after 15 s in <module> of backend_at_import.py:1"),
+        ("import time; time.sleep(1000)", "timed_out", "no end after 5 s in <module> of backend_at_import.py:1"),
         ("import ctypes; ctypes.string_at(0)", "crashed", "SIGSEGV"),
     ],
     ids=["exits", "hangs", "segfault"],
@@ -157,7 +152,7 @@ def test_an_import_that_ends_the_process_is_an_outcome(
 ) -> None:
     file = tmp_path / "backend_at_import.py"
     file.write_text(code + "\n")
-    report = verify(modules=[str(file)], check_seconds=15)
+    report = verify(modules=[str(file)], check_seconds=5)
     assert report.passed is False
     (result,) = report.failures
     assert result.outcome.status == status

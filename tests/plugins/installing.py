@@ -24,13 +24,7 @@ class Site:
 
     def install(self, *sources: Path | str) -> None:
         """Installs wheels or source folders alone, built with what this environment has."""
-        self._pip("--no-deps", "--no-build-isolation", *sources)
-
-    def install_from_index(self, *requirements: str) -> None:
-        self._pip(*requirements)
-
-    def _pip(self, *arguments: Path | str) -> None:
-        command = [*_PIP, "--target", str(self.folder), *map(str, arguments)]
+        command = [*_PIP, "--no-deps", "--no-build-isolation", "--target", str(self.folder), *map(str, sources)]
         process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert process.returncode == 0, process.stderr
 

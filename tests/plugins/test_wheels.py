@@ -1,7 +1,8 @@
-"""The wheels of plugins/ as a user installs them, without the libraries that they call; only JAX is installed."""
+"""The wheels of plugins/ as a user installs them, without the libraries that they call; then one with JAX."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -86,9 +87,10 @@ def test_a_dispatcher_without_its_library(tmp_path: Path) -> None:
     run_its_tests(site, "deepep")
 
 
+@pytest.mark.peers
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="requires jax, which make test-peers installs")
 def test_jax_is_right(tmp_path: Path) -> None:
     site = installed(tmp_path, "jax")
-    site.install_from_index("jax>=0.10,<1")
     run_its_tests(site, "jax")
     process = site.moereg(f"bench {LAYER} --tokens 1,24 --json")
     assert process.returncode == 0, process.stderr

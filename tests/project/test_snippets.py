@@ -14,6 +14,7 @@ import pytest
 
 from moereg import cli
 from moereg.bench.roofline import Ceilings
+from moereg.bench.timing import time_runs
 from moereg.spec import model_shapes as shapes
 from tests.project.test_author_pages import blocks_of as files_of
 from tests.support.console_blocks import Command, Environment, commands_in
@@ -50,6 +51,11 @@ INSTEAD: Final = {
             "moereg compare DIR --html gain.html",
         ),
         "moereg compare --help",
+    ),
+    # Three samples of a time instead of a second of them.
+    "python -m benches.over_ranks --ranks 2 --sizes 8,2,128,64 --tokens 4,16 --routing uniform,zipf --platform cpu": (
+        "python -m benches.over_ranks --ranks 2 --sizes 8,2,128,64 --tokens 4,16 --routing uniform,zipf --platform cpu "
+        "--rounds 3"
     ),
     # Writes into the tree; tests/benches/test_results.py compares what it would write.
     "python -m benches.report": "python -m benches.report --help",
@@ -148,6 +154,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "tuning.json"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: Ceilings(0.1, 20.0, "nothing"))
+    # Three samples instead of a second of them for each kernel and number of tokens: no page's times are compared.
+    monkeypatch.setattr("moereg.bench.compare.time_runs", lambda runs, device, *most: time_runs(runs, device, 3, 0.0))
     return tmp_path
 
 

@@ -1,11 +1,11 @@
 """Makes the launches of layers for a device that is not there. A script for a process of its own, which prints JSON:
 
-    python tests/warm_up/offline.py launch '{problem}' cuda:sm90 1,2,17
+    python tests/warm_up/offline.py launch '[[{problem}, [tokens, ...]], ...]' cuda:sm90
     python tests/warm_up/offline.py sweep '[[{problem}, [tokens, ...]], ...]' cuda:sm90
 
-`launch` says how many kernels Triton compiled for a layer, with TRITON_CACHE_DIR as the cache that is tried. It shares
-none of the code that `moereg compile` keeps launches with: Triton runs as it is, up to the launch itself. `sweep` goes
-through layers as `warm_up` does, and says what each number of tokens launches.
+`launch` says how many kernels Triton compiled for each layer, with TRITON_CACHE_DIR as the cache that is tried. It
+shares none of the code that `moereg compile` keeps launches with: Triton runs as it is, up to the launch itself.
+`sweep` goes through layers as `warm_up` does, and says what each number of tokens launches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _layer(values: dict[str, Any], platform: str, with_moves: bool) -> DummyLaye
     return DummyLayer(experts, next(empty_weights(experts)), **moves)
 
 
-def launch(values: dict[str, Any], platform: str, counts: str) -> None:
+def launch(layers: list[tuple[dict[str, Any], list[int]]], platform: str) -> None:
     target, shared_bytes = TARGETS[platform.partition(":")[2].replace("sm", "sm_")]
     driver: Any = OfflineDriver(target, 0)
     driver.utils = types.SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": shared_bytes})
@@ -47,11 +47,12 @@ def launch(values: dict[str, Any], platform: str, counts: str) -> None:
     facts: Any = types.SimpleNamespace(multi_processor_count=132)
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device=None: facts
-    layer = _layer(values, platform, with_moves=True)
-    with counted_compilations() as count, compiling_only() as launched, torch.no_grad():
-        for num_tokens in map(int, counts.split(",")):
-            layer.call(num_tokens)
-    print(json.dumps({"compiled": count.compiled, "read": count.read, "launched": len(launched)}))
+    for values, counts in layers:
+        layer = _layer(values, platform, with_moves=True)
+        with counted_compilations() as count, compiling_only() as launched, torch.no_grad():
+            for num_tokens in counts:
+                layer.call(num_tokens)
+        print(json.dumps({"compiled": count.compiled, "read": count.read, "launched": len(launched)}))
 
 
 def sweep(layers: list[tuple[dict[str, Any], list[int]]], platform: str) -> None:
@@ -73,4 +74,4 @@ def sweep(layers: list[tuple[dict[str, Any], list[int]]], platform: str) -> None
 
 
 if __name__ == "__main__":
-    {"launch": launch, "sweep": sweep}[sys.argv[1]](json.loads(sys.argv[2]), *sys.argv[3:])
+    {"launch": launch, "sweep": sweep}[sys.argv[1]](json.loads(sys.argv[2]), sys.argv[3])

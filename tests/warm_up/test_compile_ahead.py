@@ -33,10 +33,10 @@ def _compile(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, json.loads(out) if out else {}, err
 
 
-def _launched(problem: MoEProblem, cache: Path, counts: str) -> dict[str, int]:
-    values = json.dumps(problem.to_dict())
-    command = (SCRIPT, "launch", values, "cuda:sm90", counts)
-    return dict(json.loads(printed(*command, timeout=800, TRITON_CACHE_DIR=str(cache))))
+def _launched(cache: Path, *layers: tuple[MoEProblem, list[int]]) -> list[dict[str, int]]:
+    asked = json.dumps([(problem.to_dict(), counts) for problem, counts in layers])
+    text = printed(SCRIPT, "launch", asked, "cuda:sm90", timeout=800, TRITON_CACHE_DIR=str(cache))
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.slow
@@ -53,14 +53,15 @@ def test_after_compiling_ahead_nothing_compiles(
         "_gemv_gate_up_kernel", "_gate_up_kernel", "_sort_routes_kernel", "_reduce_routes_kernel"
     }  # fmt: skip
     # Numbers that nobody named a launch for among them.
-    counts = "1,2,3,7,8,13,16,17,19,23,24"
-    assert _launched(_problem(), cache, counts)["compiled"] == 0
+    counts = [1, 2, 3, 7, 8, 13, 16, 17, 19, 23, 24]
+    (found,) = _launched(cache, (_problem(), counts))
+    assert found["compiled"] == 0
     # Elsewhere, once the paths in the folder are this place's.
     moved = tmp_path / "moved"
     shutil.move(cache, moved)
     assert main(["compile", "--check", "--cache", str(moved), "--platform", "cuda:sm90"]) == 0
     assert "1 layers" in capsys.readouterr().out
-    found = _launched(_problem(), moved, counts)
+    (found,) = _launched(moved, (_problem(), counts))
     assert found["compiled"] == 0
     assert 0 < found["read"] <= len(made["kernels"]) < found["launched"]
     # As warm_up asks: by a kernel's own weights instead of a scheme's.
@@ -80,11 +81,12 @@ def test_after_compiling_ahead_nothing_compiles(
     assert sorted(name.rpartition(":")[2] for name in names if name.startswith(MOVING_KERNELS)) == [
         "_place_tokens_kernel", "copy_rows_kernel", "reduce_sorted_rows_kernel"
     ]  # fmt: skip
-    found = _launched(_problem(activation_format="batched"), moved, counts)
+    batched, other = (_problem(activation_format="batched"), counts), (_problem(has_bias=True), [1])
+    found, compiled = _launched(moved, batched, other)
     assert found["compiled"] == 0
-    assert found["launched"] == 6 * len(counts.split(","))
+    assert found["launched"] == 6 * len(counts)
     # The counter counts: this layer has a bias, which is another variant of the products.
-    assert _launched(_problem(has_bias=True), moved, "1")["compiled"] > 0
+    assert compiled["compiled"] > 0
 
 
 # Averages of rows an expert where another rule begins.
