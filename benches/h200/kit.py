@@ -1,4 +1,4 @@
-"""The conformance kit on a backend in many processes at once, since one compiler outlasts every check.
+"""The conformance kit on a backend in many processes on all GPUs at once, since one compiler outlasts every check.
 
 `python -m benches.h200.kit OUT.json SECONDS JOBS BACKEND... [--cells TEXT...]` runs what `moereg verify BACKEND` runs,
 and writes the ledger's records of the cells that passed everything to OUT.json. TEXT is a part of an experts class's
@@ -11,11 +11,15 @@ import argparse
 import concurrent.futures
 import itertools
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+
+import torch
 
 from moereg.evidence.ledger import Verification, merge_ledger
 from moereg.platforms import current_platform
@@ -51,6 +55,11 @@ def run_group(checks: tuple[Check, ...], end: float) -> list[Result]:
     return [Result(check, run_check(check) if time.time() < end else Outcome("skipped", NO_TIME)) for check in checks]
 
 
+def take_gpu(gpus: SimpleQueue[int]) -> None:
+    """Gives a new process one of the machine's GPUs, before torch looks for them."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus.get())
+
+
 def results_of(group: concurrent.futures.Future[list[Result]], checks: Sequence[Check]) -> list[Result]:
     """Results of a group; if a process was killed, as for lack of memory, all that had not ended has crashed."""
     try:
@@ -84,7 +93,10 @@ def main() -> int:
     print(f"{len(checks)} checks of {num_cells} cells, {options.jobs} processes", flush=True)
     spawned = multiprocessing.get_context("spawn")
     results: list[Result] = []
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=spawned) as pool:
+    gpus = spawned.SimpleQueue()
+    for job in range(options.jobs):
+        gpus.put(job % max(1, torch.cuda.device_count()))
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, spawned, take_gpu, (gpus,)) as pool:
         groups = {pool.submit(run_group, group, start + options.seconds): group for group in in_turns(checks)}
         for group in concurrent.futures.as_completed(groups):
             found = results_of(group, groups[group])
