@@ -126,12 +126,6 @@ def exponents(stored: torch.Tensor) -> torch.Tensor:
 
 def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTensor]:
     """A projection's e4m3 codes and block scales; `scale_name` follows the module's name."""
-    if projection.is_half and projection.rows % FP8_BLOCK:
-        raise CheckpointError(
-            f"the rows of {projection.module} must be a multiple of {FP8_BLOCK}, or one block of w13 would hold gate "
-            f"and up rows under one scale, got {projection.rows}; shard the layer by experts instead, or use the "
-            "bfloat16 release"
-        )
     blocks = (-(-projection.rows // FP8_BLOCK), -(-projection.columns // FP8_BLOCK))
     return (
         StoredTensor(".weight", (projection.shape,), ("F8_E4M3",), "weight"),
