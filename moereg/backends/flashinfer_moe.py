@@ -344,6 +344,7 @@ class FlashInferTrtLlmExperts(_TrtLlmExperts):
 class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
     """8-bit floats in blocks of 128 x 128."""
 
+    facts = dataclasses.replace(_TRTLLM_FACTS, requires_multiple={"hidden_size": 128})
     layouts = ("flashinfer_up_gate",)
     implemented_by = "moereg.backends._flashinfer.trtllm:Float8Blocks"
 
