@@ -10,6 +10,7 @@ import torch
 
 from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError
+from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, tensor_name
 from moereg.weights.elements import pack_nibbles, unpack_nibbles
 from moereg.weights.formats import spread_zero_points
@@ -18,6 +19,7 @@ from moereg.weights.permuted import ExpertWeights
 from moereg.weights.quantize_weights import expert_matrix, take_groups
 
 
+@in_plain_torch
 def shard_experts(weights: ExpertWeights, rank: int, size: int) -> ExpertWeights:
     """Cuts a layer for tensor parallelism: every rank has all experts and a part of the intermediate size.
 
@@ -62,6 +64,7 @@ def shard_experts(weights: ExpertWeights, rank: int, size: int) -> ExpertWeights
     return _cut(weights, parts[rank], max(part.front + part.stop - part.start for part in parts), has_bias=rank == 0)
 
 
+@in_plain_torch
 def pad_intermediate(weights: ExpertWeights, multiple: int) -> ExpertWeights:
     """The same layer with an intermediate size that is a multiple of `multiple`; itself if it is one.
 

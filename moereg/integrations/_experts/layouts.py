@@ -245,7 +245,7 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
             # transformers counts blocks over both halves.
             raise ArgumentError(
                 f"its intermediate size must be a multiple of {block[0]}, or one fp8 block has gate and up rows, got "
-                f"{up.shape[1] // 2}; read its checkpoint with load_experts, whose blocks have either"
+                f"{up.shape[1] // 2}; read its checkpoint with moereg.load_experts instead"
             )
     else:
         raise ArgumentError(
