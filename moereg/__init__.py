@@ -19,7 +19,7 @@ A kernel
 Many GPUs
     `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from measured
     loads. `make_kernel(..., group=group)` makes a layer with experts on many ranks; `select_dispatcher` and
-    `explain_dispatchers` choose its token dispatcher.
+    `explain_dispatchers` choose its token dispatcher. `shard_experts` cuts a layer for tensor parallelism.
 
 A backend of your own
     `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from moereg.spec.quant_schemes import QuantScheme
     from moereg.weights.adapters import ExpertAdapters
     from moereg.weights.permuted import ExpertWeights
+    from moereg.weights.shards import shard_experts
 
 __all__ = [
     "Activation",
@@ -113,6 +114,7 @@ __all__ = [
     "register_prepare_finalize",
     "select_backend",
     "select_dispatcher",
+    "shard_experts",
 ]
 
 
@@ -136,6 +138,7 @@ _NAMES_OF: Final = {
     "moereg.registry": "register_moe_backend",
     "moereg.weights.adapters": "ExpertAdapters",
     "moereg.weights.permuted": "ExpertWeights",
+    "moereg.weights.shards": "shard_experts",
 }
 _HOMES: Final = {module: names.split() for module, names in _NAMES_OF.items()}
 """Names by home module, imported when first read: torch takes a second, and not every command needs it."""

@@ -28,6 +28,7 @@ from moereg.spec.quant_schemes import QuantFormat, QuantScheme
 from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.shards import pad_intermediate
 
 __all__ = [
     "API_VERSION",
@@ -67,6 +68,7 @@ __all__ = [
     "list_cells",
     "local_expert_ids",
     "pad_columns",
+    "pad_intermediate",
     "quantize_weights",
     "reference_experts",
     "register_moe_backend",

@@ -157,12 +157,7 @@ class FlashInferCutlassFp8Experts(_CutlassExperts):
 class FlashInferCutlassBlockExperts(_CutlassExperts):
     """8-bit floats in blocks of 128 x 128, standard format; GEMMs are compiled at run time."""
 
-    facts = dataclasses.replace(
-        _CUTLASS,
-        dtypes=_BFLOAT16,
-        # Gate and up swap places in whole blocks.
-        requires_multiple={"intermediate_size": 128},
-    )
+    facts = dataclasses.replace(_CUTLASS, dtypes=_BFLOAT16)
     layouts = ("flashinfer_up_gate_block128",)
     implemented_by = "moereg.backends._flashinfer.cutlass_blocks:Fp8Block"
 
@@ -349,6 +344,7 @@ class FlashInferTrtLlmExperts(_TrtLlmExperts):
 class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
     """8-bit floats in blocks of 128 x 128."""
 
+    facts = dataclasses.replace(_TRTLLM_FACTS, requires_multiple={"hidden_size": 128})
     layouts = ("flashinfer_up_gate",)
     implemented_by = "moereg.backends._flashinfer.trtllm:Float8Blocks"
 

@@ -177,10 +177,10 @@ def plain_tensors(scheme: QuantScheme, projection: Projection, scales_divide: bo
     rows, columns = projection.shape
     if fmt.group[0] == 1:
         projection.num_groups(fmt.group[1])
-    if fmt.group[0] > 1 and projection.half is not None and rows % fmt.group[0]:
+    if fmt.group[0] > 1 and projection.part == "gate_up" and rows // 2 % fmt.group[0]:
         raise CheckpointError(
-            f"the rows of {projection.module} must be a multiple of {fmt.group[0]}, or one block of w13 would hold "
-            f"gate and up rows under one scale, got {rows}; {OTHERWISE}"
+            f"the gate rows of {projection.module} must be a multiple of {fmt.group[0]}, or one block has gate and up "
+            f"rows under one scale, got {rows // 2}; {OTHERWISE}"
         )
     scale_shape = fmt.scale_shape(1, rows, columns)[1:]
     codes = (rows, fmt.packed_columns(columns))

@@ -307,7 +307,7 @@ def _read_router(files: CheckpointFiles, manifest: LayerManifest) -> torch.Tenso
     rows = scheme.tensor_rows(1, *sizes, num_halves=1, has_bias=False)
     fields = {row.name: torch.empty(row.shapes[0], dtype=row.dtype) for row in rows if row.matrix == "w2"}
     _copy_parts(files, parts, fields, 0)
-    return dequantize_rows(expert_matrix(fields, "w2", 0), scheme.weight, sizes[1], slice(None), torch.float32)
+    return dequantize_rows(expert_matrix(fields, "w2", 0, 1), scheme.weight, sizes[1], slice(None), torch.float32)
 
 
 def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -231,7 +231,7 @@ class LayerCall:
             matrix: torch.Tensor = self.weights.tensors()[name][expert].to(self.dtype)
             return matrix
         columns = self.weights.hidden_size if name == "w13" else self.weights.intermediate_size
-        quantized = expert_matrix(self.weights.tensors(), name, expert)
+        quantized = expert_matrix(self.weights.tensors(), name, expert, self.weights.num_halves)
         return dequantize_rows(quantized, fmt, columns, slice(None), self.dtype)
 
     def bias(self, name: str, expert: int) -> torch.Tensor:

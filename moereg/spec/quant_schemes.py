@@ -110,15 +110,19 @@ class QuantFormat:
         """Stored columns of a row with that many elements."""
         return -(-columns * self.bits // 8)
 
-    def scale_shape(self, num_experts: int, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of the scales of an [E, rows, columns] operand, with partial groups; per-tensor scales are [E]."""
+    def scale_shape(self, num_experts: int, rows: int, columns: int, num_halves: int = 1) -> tuple[int, ...]:
+        """Shape of the scales of an [E, rows, columns] operand, with partial groups; per-tensor scales are [E].
+
+        Groups of several rows never span two of the `num_halves` parts of the rows, gate and up.
+        """
         if self.group == (WHOLE, WHOLE):
             return (num_experts,)
-        counts = [
-            1 if extent == WHOLE else -(-size // extent)
-            for size, extent in zip((rows, columns), self.group, strict=True)
-        ]
-        return (num_experts, *counts)
+        group_rows, group_columns = self.group
+        return (
+            num_experts,
+            1 if group_rows == WHOLE else num_halves * -(-(rows // num_halves) // group_rows),
+            1 if group_columns == WHOLE else -(-columns // group_columns),
+        )
 
 
 def _is_float(name: object) -> bool:
@@ -269,7 +273,8 @@ class QuantScheme:
             fmt = self.weight
             packed_shape = (num_experts, size_n, fmt.packed_columns(size_k))
             rows.append(TensorRow(matrix, "weight", fmt.storage_dtype, (packed_shape,)))
-            scale_shape = fmt.scale_shape(num_experts, size_n, size_k)
+            parts = num_halves if matrix == "w13" else 1
+            scale_shape = fmt.scale_shape(num_experts, size_n, size_k, parts)
             halves = ((num_experts, num_halves),) if matrix == "w13" else ()
             per_half = halves if scale_shape == (num_experts,) else ()
             rows.append(TensorRow(matrix, "scale", getattr(torch, fmt.scale_dtype), (scale_shape, *per_half)))

@@ -29,7 +29,7 @@ def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
     swapped = {}
     for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
         tensor = weights.tensors().get(name)
-        # A scale per expert has no halves, nor have row blocks if one spans both halves.
+        # A scale of all rows has no halves.
         if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
             swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)

@@ -22,16 +22,19 @@ class Quantized:
     Attributes:
         q: Codes [..., R, K] in the format's storage dtype; 4-bit ones packed [..., R, ceil(K/2)].
         scale: In the format's scale dtype, one per group [..., ceil(R/group rows), ceil(K/group columns)]; [] for a
-            single scale, or [halves] if each half of the weights' rows has one.
+            single scale, or [halves] if each half of the weights' rows has one. Groups of several rows never span two
+            halves: [..., halves * ceil(R/halves/group rows), ...].
         scale_2: Global scale, fp32: [] or [halves] (weights); [] or one per row [..., R, 1] (activations); None if the
             format has none.
         zero_point: One per group, packed like q along the groups of a row; None if symmetric.
+        halves: 2 for gate and up rows, else 1.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
     scale_2: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
+    halves: int = 1
 
 
 @functools.lru_cache(maxsize=64)

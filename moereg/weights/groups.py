@@ -37,10 +37,10 @@ def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor
 def expand_groups(values: torch.Tensor, group: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
     """Repeats one value per group [..., ceil(R/group rows), ceil(K/group columns)] for each of its elements.
 
-    The result is broadcastable to [..., R, K].
+    Values may also be one per row. The result is broadcastable to [..., R, K].
     """
     for dim, size, extent in ((-2, rows, group[0]), (-1, columns, group[1])):
-        if extent not in (1, WHOLE) and extent < size:
+        if extent != WHOLE and values.shape[dim] not in (1, size):
             values = values.repeat_interleave(extent, dim).narrow(dim, 0, size)
     return values
 

@@ -70,9 +70,9 @@ def quantize_weights(
                 "for example from moereg.numerics.reference.calibrate_activation_scales"
             )
     for name in MATRICES:
-        halves = weights.num_halves if separate_halves and name == "w13" else 1
+        halves = weights.num_halves if name == "w13" else 1
         for expert, matrix in enumerate(getattr(weights, name)):
-            quantized = _quantize_matrix(matrix, scheme.weight, halves)
+            quantized = _quantize_matrix(matrix, scheme.weight, halves, separate_halves)
             if not quantized.scale.float().isfinite().all():
                 raise ArgumentError(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
@@ -116,7 +116,7 @@ def dequantize_weights(
             continue
         result = torch.empty(weights.num_experts, rows, columns, dtype=dtype, device=weights.w13.device)
         for expert in range(weights.num_experts):
-            matrix = expert_matrix(weights.tensors(), name, expert)
+            matrix = expert_matrix(weights.tensors(), name, expert, weights.num_halves)
             for block in row_blocks(rows, columns, fmt):
                 result[expert, block] = dequantize_rows(matrix, fmt, columns, block, dtype)
         found.append(result)
@@ -139,27 +139,33 @@ def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor)
         most_bytes = BLOCK_BYTES if result.device.type == "cpu" else _DEVICE_BYTES
         step = max(1, most_bytes // (4 * rows * columns))
         for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
-            matrices = expert_matrix(tensors, name, experts)
+            matrices = expert_matrix(tensors, name, experts, weights.num_halves)
             if fmt.group == (WHOLE, WHOLE):
                 matrices = dataclasses.replace(matrices, scale=_for_rows(matrices.scale, rows))
+            else:
+                matrices = take_groups(matrices, fmt, slice(0, rows))
             if matrices.scale_2 is not None:
                 matrices = dataclasses.replace(matrices, scale_2=_for_rows(matrices.scale_2, rows))
             result[experts] = restore(matrices, fmt, rows, columns)
 
 
-def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice) -> Quantized:
-    """Views of one expert's matrix, `w13` or `w2`, in a layer's tensors by field, or of several experts' matrices."""
+def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
+    """Views of one expert's matrix, `w13` or `w2`, in a layer's tensors by field, or of several experts' matrices.
+
+    `num_halves` is that of the weights, 2 if the layer is gated.
+    """
     scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
     return Quantized(
         tensors[name][expert],
         tensors[tensor_name(name, "scale")][expert],
         None if scale_2 is None else scale_2[expert],
         None if zero_point is None else zero_point[expert],
+        num_halves if name == "w13" else 1,
     )
 
 
 def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantizes rows of one expert's matrix, which start at a multiple of the format's group rows.
+    """Dequantizes rows of one expert's matrix.
 
     Returns:
         [rows, K], a new tensor; `dequantize_weights` has the dtypes.
@@ -169,30 +175,32 @@ def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: sli
     return restore(_take_rows(matrix, fmt, slice(start, stop)), fmt, stop - start, columns, wide).to(dtype)
 
 
-def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
-    """Slices of a matrix's rows, each of at most `BLOCK_BYTES` in fp32 or one row of groups, in whole groups."""
+def row_blocks(rows: int, columns: int, fmt: QuantFormat, start: int = 0) -> Iterator[slice]:
+    """Slices of rows from `start` on, each of at most `BLOCK_BYTES` in fp32 or one row of groups, in whole groups."""
     group = 1 if fmt.group == (WHOLE, WHOLE) else rows if fmt.group[0] == WHOLE else fmt.group[0]
     step = max(1, BLOCK_BYTES // (4 * columns * group)) * group
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    for first in range(start, start + rows, step):
+        yield slice(first, min(first + step, start + rows))
 
 
-def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
-    """Quantizes [R, K]; if a scale spans all rows, each of the `halves` parts has its own."""
+def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int, separate: bool) -> Quantized:
+    """Quantizes [R, K]; if `separate`, each of the `halves` parts has its own of a scale that spans all rows."""
     element = element_of(fmt)
     scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
     rows, columns = weight.shape
     scale = scale_2 = None
     if fmt.global_scale or fmt.group == (WHOLE, WHOLE):
-        low, high = torch.aminmax(weight.reshape(halves, -1), dim=1)
+        low, high = torch.aminmax(weight.reshape(halves if separate else 1, -1), dim=1)
         amax = torch.maximum(-low, high).float()
         if fmt.global_scale:
             scale_2 = global_scale(amax, element.half_range, scale_dtype)
         if fmt.group == (WHOLE, WHOLE):
             scale = choose_scale(amax, element.half_range, scale_dtype, scale_2)
+    size = rows // halves if fmt.group[0] > 1 else rows  # A group of rows lies within one half.
     blocks = [
         _quantize_rows(weight[block].float(), fmt, _of_rows(scale, rows, block), _of_rows(scale_2, rows, block))
-        for block in row_blocks(rows, columns, fmt)
+        for start in range(0, rows, size)
+        for block in row_blocks(size, columns, fmt, start)
     ]
     if scale is None:
         scale = torch.cat([block.scale for block in blocks])
@@ -224,13 +232,27 @@ def _quantize_rows(
 
 
 def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
-    num_rows, scale, zero_point = len(matrix.q), matrix.scale, matrix.zero_point
+    num_rows = len(matrix.q)
+    found = take_groups(matrix, fmt, rows)
     if fmt.group == (WHOLE, WHOLE):
-        scale = _for_rows(scale[None], num_rows)[0, rows]
-    elif fmt.group[0] != WHOLE:
-        groups = slice(rows.start // fmt.group[0], -(-rows.stop // fmt.group[0]))
-        scale, zero_point = scale[groups], None if zero_point is None else zero_point[groups]
-    return Quantized(matrix.q[rows], scale, _of_rows(matrix.scale_2, num_rows, rows), zero_point)
+        found = dataclasses.replace(found, scale=_for_rows(found.scale[None], num_rows)[0, rows])
+    return dataclasses.replace(found, q=matrix.q[rows], scale_2=_of_rows(matrix.scale_2, num_rows, rows))
+
+
+def take_groups(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
+    """Repeats scales and zero points of groups of several rows for each of these rows [..., rows, G]."""
+    extent = fmt.group[0]
+    if extent == WHOLE:
+        return matrix
+    groups: slice | torch.Tensor = rows
+    if extent > 1:
+        size = matrix.q.shape[-2] // matrix.halves
+        row = torch.arange(rows.start, rows.stop, device=matrix.q.device)
+        groups = row // size * -(-size // extent) + row % size // extent
+    scale, zero_point = matrix.scale[..., groups, :], matrix.zero_point
+    return dataclasses.replace(
+        matrix, scale=scale, zero_point=None if zero_point is None else zero_point[..., groups, :]
+    )
 
 
 def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:

@@ -54,6 +54,16 @@ def test_numbers_of_each_scheme(quant):
     assert imitation.pairs == [[-1, -1] if quant == "fp8_block128" else [3, 47]]
 
 
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(128, 192), (200, 100), (130, 320), (256, 1)])
+def test_blocks_that_do_not_divide(hidden, intermediate, activation):
+    problem = _problem("fp8_block128", hidden_size=hidden, intermediate_size=intermediate, activation=activation)
+    weights = make_weights(problem, _CPU)
+    weights.w13_scale[0] *= 1e-9  # Too small for the kernels, about 1e-12.
+    error, bound, _ = _run(problem, weights)
+    assert error <= bound
+
+
 def _fp8_weights(problem, **changes):
     plain = make_plain_weights(dataclasses.replace(problem, quant="unquantized"), _CPU)
     scales = {"a13_scale": torch.tensor(0.02), "a2_scale": torch.tensor(0.03)}

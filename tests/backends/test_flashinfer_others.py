@@ -11,7 +11,9 @@ import torch
 from moereg.backends import flashinfer_moe as page
 from moereg.backends._flashinfer import calls, package
 from moereg.platforms import Platform
+from moereg.quantize import dequantize_weights
 from moereg.spec.problem import MoEProblem
+from moereg.testing.inputs import make_weights
 from tests.support.tensors import unaligned
 
 B200 = Platform("cuda", "sm100", probed=True)
@@ -37,6 +39,20 @@ def test_one_launcher_wants_four_experts_at_a_time_and_more_than_are_chosen(quan
     assert _reasons(quant, 8, 2) == []
     assert _reasons(quant, 6, 2) == (["requires num_experts % 4 == 0, got 6"] if is_strict else [])
     assert _reasons(quant, 4, 4) == (["requires top_k < num_experts, got 4 of 4"] if is_strict else [])
+
+
+def test_blocks_that_do_not_divide_are_padded_in_each_half() -> None:
+    problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=192, top_k=2, quant="fp8_block128")
+    weights = make_weights(problem, torch.device("cpu"))
+    permuted = page.FlashInferTrtLlmFloat8BlockExperts(problem, B200).permute_weights(weights, problem)
+    expected = [matrix.unflatten(dim, (-1, 192)) for dim, matrix in enumerate(dequantize_weights(weights), start=1)]
+    padded = [(8, 512, 256), (8, 256, 256)]
+    for dim, (name, shape, matrix) in enumerate(zip(("w13", "w2"), padded, expected, strict=True), start=1):
+        assert permuted[name].shape == shape
+        scale = permuted[f"{name}_scale"].repeat_interleave(128, 1).repeat_interleave(128, 2)
+        found = (permuted[name].float() * scale).bfloat16().unflatten(dim, (-1, 256))
+        assert torch.equal(found.flip(1).narrow(dim + 1, 0, 192) if name == "w13" else found[..., :192], matrix)
+        assert not found.narrow(dim + 1, 192, 64).any()
 
 
 def test_who_can_be_captured() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
@@ -79,6 +81,15 @@ def test_within_the_closer_bound(name: str, activation_format: str) -> None:
     problem = problem_of(name, activation_format=activation_format, exact_activations=True)
     weights = make_weights(problem, CPU)
     check(kernel_of(problem, weights), weights, make_inputs(problem, 63, "skewed", CPU))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["silu", "relu2"]))
+def test_blocks_that_do_not_divide(hidden: int, intermediate: int, activation: str) -> None:
+    sizes = {"num_experts": 2, "hidden_size": hidden, "intermediate_size": intermediate, "activation": activation}
+    problem = problem_of("fp8_block128", **sizes)
+    weights = make_weights(problem, CPU)
+    check(kernel_of(problem, weights), weights, make_inputs(problem, 9, "uniform", CPU))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

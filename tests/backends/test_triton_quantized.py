@@ -30,7 +30,8 @@ from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
-from moereg.numerics.reference import relative_error
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.prepare_finalize.wire import CodedWire
 from moereg.quantize import (
@@ -528,6 +529,24 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     permuted = layer.permute_weights(weights, problem)
     assert permuted["a13_scale"].shape == (1,)
     assert permuted["a2_scale"].shape == (4,)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "num_tokens"), [(130, 192, 5), (200, 100, 20), (64, 320, 5), (257, 1, 20)]
+)
+def test_blocks_that_do_not_divide(hidden: int, intermediate: int, num_tokens: int, activation: str) -> None:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    problem = MoEProblem(num_experts=3, top_k=2, quant="fp8_block128", activation=activation, **sizes)
+    weights, layer = make_weights(problem, DEVICE), TritonQuantizedExperts(problem, SM90)
+    inputs = make_inputs(problem, num_tokens, "uniform", DEVICE)
+    out = apply_experts(layer, ExpertInputs(*inputs.call), layer.permute_weights(weights, problem))
+    bound = layer_tolerance(problem, num_tokens)
+    assert relative_error(out, reference_experts(problem, weights, *inputs.call)) < bound
+    assert weights.w13_scale is not None
+    if weights.w13_scale.shape[1] > 1:
+        other = dataclasses.replace(weights, w13_scale=weights.w13_scale.roll(1, 1))
+        assert relative_error(out, reference_experts(problem, other, *inputs.call)) > bound
 
 
 def arrived(problem: MoEProblem, hidden_states: torch.Tensor, keeps_codes: bool) -> tuple[torch.Tensor, Any]:

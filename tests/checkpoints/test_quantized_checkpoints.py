@@ -178,9 +178,10 @@ def test_what_is_refused_as_too_large_is_the_stored_size(name: str, monkeypatch:
 # Variants of formats: each changes a copy of a good checkpoint.
 
 
-def test_fp8_scales_of_several_blocks_and_types(tmp_path: Path) -> None:
+@pytest.mark.parametrize("intermediate_size", [256, 192, 320, 64, 100])
+def test_fp8_scales_of_several_blocks_and_types(tmp_path: Path, intermediate_size: int) -> None:
     # Rows and columns span blocks, the last one short; scales as DeepSeek, as Qwen and as transformers' ue8m0 has them.
-    num_experts, hidden_size, intermediate_size = 2, 200, 256
+    num_experts, hidden_size = 2, 200
     w13 = torch.randn(num_experts, 2 * intermediate_size, hidden_size)
     w2 = torch.randn(num_experts, hidden_size, intermediate_size) * torch.linspace(0.1, 3, intermediate_size)
     weights = quantize_weights(ExpertWeights(w13=w13, w2=w2), "fp8_block128")

@@ -113,13 +113,18 @@ def bare_fp8_experts(**settings: Any) -> Any:
     from transformers import MixtralConfig
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
-    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)
-    values = {"weight_block_size": (128, 128), "activation_scheme": "dynamic", **settings}
+    values = {"weight_block_size": (128, 128), "activation_scheme": "dynamic", "size": INTERMEDIATE, **settings}
+    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=values["size"], num_local_experts=EXPERTS)
     experts = FP8Experts(config, values["weight_block_size"], values["activation_scheme"])
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.copy_(torch.ones(parameter.shape))
     return experts
+
+
+def test_blocks_with_gate_and_up_rows_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"must be a multiple of 128, or one fp8 block has gate and up .* got 192"):
+        read_experts(bare_fp8_experts(size=192))
 
 
 def test_other_blocks_of_fp8_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 import textwrap
@@ -10,6 +11,8 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moereg.numerics.reference import relative_error
 from moereg.quantize import (
@@ -76,8 +79,26 @@ def test_weights_are_what_slow_loops_give(name: str, sizes: tuple[int, int]) -> 
     assert fmt is not None
     for matrices, restored in zip((weights.w13, weights.w2), found, strict=True):
         for expert in range(weights.num_experts):
-            expected = slow_dequantized(matrices[expert].float().numpy(), fmt)
+            parts = matrices[expert].float().chunk(2 if matrices is weights.w13 and fmt.group[0] > 1 else 1)
+            expected = np.concatenate([slow_dequantized(part.numpy(), fmt) for part in parts])
             np.testing.assert_allclose(restored[expert].numpy(), expected, rtol=1e-14)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 400), st.booleans())
+def test_blocks_of_any_size_keep_gate_and_up_apart(hidden: int, intermediate: int, gated: bool) -> None:
+    halves = 2 if gated else 1
+    w13, w2 = torch.randn(2, halves * intermediate, hidden), torch.randn(2, hidden, intermediate)
+    w13[:, :intermediate] *= 16  # A block with rows of both would have another scale.
+    found = quantized(ExpertWeights(w13=w13, w2=w2), "fp8_block128")
+    assert found.w13_scale is not None
+    assert found.w13_scale.shape == (2, halves * math.ceil(intermediate / 128), math.ceil(hidden / 128))
+    fmt = found.scheme.weight
+    assert fmt is not None
+    parts = dequantize_weights(found, torch.float64)[0].chunk(halves, dim=1)
+    for restored, given_half in zip(parts, w13.chunk(halves, dim=1), strict=True):
+        for one, matrix in zip(restored, given_half, strict=True):
+            np.testing.assert_allclose(one.numpy(), slow_dequantized(matrix.numpy(), fmt), rtol=1e-14)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -113,8 +134,8 @@ def test_rows_of_one_expert(name: str) -> None:
     fmt = weights.scheme.weight
     assert fmt is not None
     w13, _ = dequantize_weights(weights, torch.float32)
-    matrix = expert_matrix(weights.tensors(), "w13", 1)
-    for rows in (slice(0, 300), slice(128, 256), slice(256, None), slice(128, 129)):
+    matrix = expert_matrix(weights.tensors(), "w13", 1, weights.num_halves)
+    for rows in (slice(0, 300), slice(128, 256), slice(256, None), slice(149, 151)):
         assert torch.equal(dequantize_rows(matrix, fmt, 130, rows, torch.float32), w13[1, rows])
 
 

@@ -83,14 +83,11 @@ class Fp8Block(Cutlass):
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Scales ordered up first, like their weights."""
         assert weights.w13_scale is not None and weights.w2_scale is not None
-        w13, w13_scale = lifted(weights.w13, weights.w13_scale)
-        w2, w2_scale = lifted(weights.w2, weights.w2_scale)
-        return {
-            "w13": arrange(w13, self.intermediate, self.hidden, self.num_halves),
-            "w2": arrange(w2, self.hidden, self.intermediate),
-            "w13_scale": arrange(w13_scale, self.intermediate // 128, self.hidden // 128, self.num_halves),
-            "w2_scale": arrange(w2_scale, self.hidden // 128, self.intermediate // 128),
-        }, {}
+        rows, columns = self.hidden // 128, self.intermediate // 128
+        matrices = self.matrices(weights)
+        w13, w13_scale = lifted(matrices["w13"], arrange(weights.w13_scale, columns, rows, self.num_halves))
+        w2, w2_scale = lifted(matrices["w2"], arrange(weights.w2_scale, rows, columns))
+        return {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}, {}
 
     def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
         return [weights["w13_scale"], weights["w2_scale"]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -20,7 +20,7 @@ from moereg.backends._flashinfer.layouts import one_for_all, one_scale
 from moereg.backends._loaded import Call
 from moereg.backends._workspace import Piece
 from moereg.spec.quant_schemes import QuantFormat
-from moereg.weights.layouts import aligned
+from moereg.weights.layouts import aligned, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _COMPILING_SECONDS: Final = 300.0
@@ -32,6 +32,9 @@ _KEPT: Final = "launcher and downloads are kept in FlashInfer's cache"
 
 class TrtLlm(LocalRoutes):
     """One entry point: prepares routes, quantizes tokens if it wants that, and calls it."""
+
+    multiple: ClassVar[int] = 1
+    """The intermediate is padded to multiples of this."""
 
     def run(self, call: Call) -> None:
         problem, weights = self.problem, call.weights
@@ -50,7 +53,7 @@ class TrtLlm(LocalRoutes):
                 top_k=problem.top_k,
                 n_group=None,
                 topk_group=None,
-                intermediate_size=problem.intermediate_size,
+                intermediate_size=self.intermediate,
                 local_expert_offset=0,
                 local_num_experts=problem.num_local_experts,
                 routed_scaling_factor=None,
@@ -88,6 +91,11 @@ class TrtLlm(LocalRoutes):
         activation = ActivationType.Swiglu if self.problem.activation.gated else ActivationType.Relu2
         # Routes are given. This routing method is compiled for the most experts and choices.
         return {"activation_type": activation.value, "routing_method_type": RoutingMethodType.Renormalize.value}
+
+    @property
+    def intermediate(self) -> int:
+        """I as the kernels see it."""
+        return round_up(self.problem.intermediate_size, self.multiple)
 
     @property
     def halves(self) -> int:
@@ -165,12 +173,15 @@ class _Float8(TrtLlm):
 class Float8Blocks(_Float8):
     """Scales of 128 x 128, as DeepSeek stores them."""
 
+    multiple = 128
+
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Puts up rows and their scales first; keeps w2 and its scales as given."""
+        """Puts up rows and their scales first, and pads the intermediate to whole blocks."""
         tensors = {name: aligned(tensor) for name, tensor in weights.tensors("weight", "scale").items()}
-        for name in ("w13", "w13_scale"):
-            rows, columns = tensors[name].shape[1:]
-            tensors[name] = layouts.arrange(tensors[name], rows // self.halves, columns, self.halves)
+        intermediate, halves, scale = self.intermediate, self.halves, tensors["w13_scale"]
+        tensors["w13"] = layouts.arrange(tensors["w13"], intermediate, weights.hidden_size, halves)
+        tensors["w2"] = layouts.arrange(tensors["w2"], weights.hidden_size, intermediate)
+        tensors["w13_scale"] = layouts.arrange(scale, scale.shape[1] // halves, scale.shape[2], halves)
         return PermutedWeights(self.layouts[0], {**tensors, **self.scalars(weights)})
 
     def pieces(self, num_tokens: int) -> dict[str, Piece]:

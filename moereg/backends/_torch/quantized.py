@@ -94,11 +94,12 @@ class Restoring(_Canonical):
     def _matrix(self, weights: PermutedWeights, name: str, num_rows: int, columns: int) -> RestoredMatrix:
         fmt = self.computes.weight
         assert fmt is not None
+        num_halves = self.problem.activation.num_halves
         parts = (name, f"{name}_scale", f"{name}_scale_2", f"{name}_zero_point")
         tensors = {part: tensor for part in parts if (tensor := weights.get(part)) is not None}
 
         def restore(expert: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-            return dequantize_rows(expert_matrix(tensors, name, expert), fmt, columns, rows, dtype)
+            return dequantize_rows(expert_matrix(tensors, name, expert, num_halves), fmt, columns, rows, dtype)
 
         blocks = tuple(row_blocks(num_rows, columns, fmt))
         return RestoredMatrix(restore, blocks, num_rows, weights.get(f"{name}_bias"))

@@ -194,7 +194,8 @@ def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: 
     tensors = weights.tensors()
     packed: dict[str, torch.Tensor] = {}
     for expert in range(weights.num_experts):
-        for suffix, part in _pack_expert(expert_matrix(tensors, name, expert), fmt, columns, arrange).items():
+        matrix = expert_matrix(tensors, name, expert, weights.num_halves)
+        for suffix, part in _pack_expert(matrix, fmt, columns, arrange).items():
             key = f"{name}{suffix}"
             if key not in packed:
                 packed[key] = part.new_empty(weights.num_experts, *part.shape)

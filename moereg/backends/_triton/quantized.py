@@ -153,7 +153,7 @@ class Standard(MultipliedCodes):
             # Column groups in both operands, or in neither.
             and fmt.scale_dtype == "float32"
             and (fmt.group[1] == WHOLE) == (self.weight_format.group[1] == WHOLE)
-            # No scale block spans gate and up.
+            # Blocks of up rows are counted from gate's first row, which fits where gate ends with a block.
             and (fmt.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
             and problem.torch_dtype.itemsize == 2
             # Stores need 16-byte aligned rows.

@@ -241,6 +241,12 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
         quant = "fp8_tensor_static" if is_static else "fp8_tensor_dynamic"
     elif tuple(block) == _FP8_BLOCK and not is_static:
         quant = "fp8_block128"
+        if is_gated and up.shape[1] // 2 % block[0]:
+            # transformers counts blocks over both halves.
+            raise ArgumentError(
+                f"its intermediate size must be a multiple of {block[0]}, or one fp8 block has gate and up rows, got "
+                f"{up.shape[1] // 2}; read its checkpoint with moereg.load_experts instead"
+            )
     else:
         raise ArgumentError(
             f"its fp8 scales are of blocks {tuple(block)}{' with static activations' * is_static}, and moereg has "

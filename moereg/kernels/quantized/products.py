@@ -274,7 +274,7 @@ def launch_codes(
             a_group=rows.group,
             b_group=weights.group_columns,
             dot_format=_DOT_FORMATS.get(rows.q.dtype),
-            uniform=weights.group_rows % config.block_n == 0 and num_columns % config.block_n == 0,
+            uniform=weights.group_rows % config.block_n == 0,
         ),
         TILE=CodeTile(
             config.block_m, config.block_n, *steps(config, weights.depth), config.group_m, config.mask_rows, mask_n
@@ -379,9 +379,9 @@ def _quantized_gate_up_kernel(
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
     b_scales = scales_of_columns(own_scales, first, columns, group_rows, strides.scale_row, MX, CODES, TILE)
     up_pointers = b_pointers + num_columns * strides.column
-    up_scales = scales_of_columns(
-        own_scales, num_columns + first, num_columns + columns, group_rows, strides.scale_row, MX, CODES, TILE
-    )
+    # Gate's last group of rows may be short.
+    own_scales += tl.cdiv(num_columns, group_rows) * strides.scale_row
+    up_scales = scales_of_columns(own_scales, first, columns, group_rows, strides.scale_row, MX, CODES, TILE)
     HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
     # [BLOCK_M, BLOCK_N] each
     gate, up = scaled_products(
@@ -453,8 +453,8 @@ def quantized_gate_up_gemm(
             column I on. By route for `DirectRoutes`; [E * max_T, I_pad] in the batched format, valid rows overwritten.
             Or codes and scales of the same shape.
         hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
-        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row,
-            global ones for each half.
+        w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; no group of rows spans both halves, and
+            each has a global scale of its own.
         config: launch configuration; `block_n` divides 128 and counts gate and up once.
         epilogue: with a bias [E, 2 * I] or [E, I].
         by_route: whether each route has a row of hidden states of its own.
@@ -472,6 +472,7 @@ def quantized_gate_up_gemm(
         output = _Output()
     assert CODE_PAD % block_n == 0
     assert out_depth % CODE_PAD == 0 and num_columns <= out_depth and target.stride(1) == 1
+    assert w13.scale.shape[1] == halves * triton.cdiv(num_columns, w13.group_rows)
     assert w13.global_scale is None or w13.global_scale.shape[1] == halves
     launch_codes(
         _quantized_gate_up_kernel,

@@ -10,7 +10,14 @@ import torch
 from moereg_humming import formats
 from moereg_humming.backend import SCHEMES
 
-from moereg.author import ExpertWeights, MoEProblem, QuantScheme, dequantize_weights, quantize_weights
+from moereg.author import (
+    ExpertWeights,
+    MoEProblem,
+    QuantScheme,
+    dequantize_weights,
+    pad_intermediate,
+    quantize_weights,
+)
 
 SIZES = ((24, 40), (136, 264))
 
@@ -67,6 +74,8 @@ def test_tensors_restore_to_the_same_weights(scheme: str | QuantScheme, dtype: s
             activation=activation,
         )
         weights = make_weights(problem)
+        problem = formats.whole_blocks(problem)
+        weights = pad_intermediate(weights, problem.intermediate_size)
         expected = dequantize_weights(weights, torch.float32)
         for values, target in zip(restored_matrices(weights, problem), expected, strict=True):
             # fp32 scales are rounded to 16 bits once, and all others are exact.

@@ -97,7 +97,7 @@ def marlin_layers() -> Iterator[MoEProblem]:
     """A layer of each scheme and dtype that fills Marlin's tiles, and those that it pads."""
     for cell in list_cells("marlin"):
         steps = cell.facts.requires_multiple
-        for hidden, intermediate in ((256, 128), (192, 96), (192, 64)):
+        for hidden, intermediate in ((256, 128), (256, 200), (192, 96), (192, 64)):
             if hidden % steps["hidden_size"] or intermediate % steps["intermediate_size"]:
                 continue
             for scheme, dtype in itertools.product(cell.schemes, sorted(cell.facts.dtypes)):

@@ -114,7 +114,6 @@ def gptq(size_bits: int = 4, is_sym: bool = True, desc_act: bool = False) -> Any
 METHODS = {
     "requires a quantization method that moereg reads, got BitsAndBytesMoEMethod": method_of("BitsAndBytesMoEMethod"),
     "requires fp8 blocks of 128 x 128, got [64, 64]": fp8(weight_block_size=[64, 64]),
-    "requires fp8 blocks of 128 x 128, got [128, 128] refined for TP": fp8(weight_scale_refine=(2, 2)),
     "requires 4 bits, got 8": int4(num_bits=8),
     "requires groups of neighboring columns, got actorder group": int4(weight_quant=SimpleNamespace(actorder="group")),
     "requires a scheme of moereg, got int4_w4a16_g16": int4(
@@ -133,13 +132,15 @@ METHODS = {
     ),
     "requires gate rows before up rows in scheme fp8_block128, got swigluoai, which alternates them": fp8(),
     "requires activations with scales per token with --enable-eplb, got one for all in scheme nvfp4": nvfp4(),
-    # gpt-oss on four ranks.
-    "requires intermediate size of a rank % 32 == 0 in scheme mxfp4_w4a16, got 720": method_of("GptOssMxfp4MoEMethod"),
+    # A cut that vLLM does not round up.
+    "requires intermediate size of a rank % 32 == 0 in scheme mxfp4_w4a16, got 720": method_of(
+        "CompressedTensorsW4A4Mxfp4MoEMethod"
+    ),
     "requires hidden size % 16 == 0 in scheme nvfp4, got 72": nvfp4(),
 }
 CHANGES = {
     "swigluoai": {"config.activation.value": "swigluoai"},
-    "720": {"config.activation.value": "swigluoai", "config.intermediate_size_per_partition": 720},
+    "720": {"config.intermediate_size_per_partition": 720},
     "72": {"config.hidden_dim": 72},
     "fp8_block128": {"config.is_lora_enabled": True},
     "one for all": {f"{PARALLEL}.enable_eplb": True},
@@ -157,6 +158,27 @@ def test_all_reasons_are_said() -> None:
     changes = {"config.moe_backend": "triton", f"{ENGINE}.use_ubatching": True, "config.activation.value": "situ"}
     found = [reason.rpartition("got ")[2] for reason in described(changes, method_of("QuarkMoEMethod"))]
     assert found == ["--moe-backend triton", "--enable-dbo or --ubatch-size", "QuarkMoEMethod", "situ"]
+
+
+def rounded(self: Any, hidden_size: int, intermediate_size: int, *_: Any) -> tuple[int, int]:
+    """As vLLM rounds for Marlin."""
+    return -(-hidden_size // 256) * 256, -(-intermediate_size // 128) * 128
+
+
+@pytest.mark.parametrize(("size", "expected"), [(2880, 2880), (1440, 1440), (720, 768), (360, 384)])
+def test_a_rank_of_gpt_oss_is_as_large_as_vllm_rounds_it_up(size: int, expected: int) -> None:
+    changes = {"config.activation.value": "swigluoai", "config.intermediate_size_per_partition": size}
+    found = described(changes, method_of("GptOssMxfp4MoEMethod", maybe_roundup_sizes=rounded))
+    assert isinstance(found, Described)
+    assert (found.problem.intermediate_size, found.problem.hidden_size) == (expected, 256)
+
+
+@pytest.mark.parametrize(("size", "rank", "expected"), [(192, 0, (256, 0)), (192, 3, (256, 64)), (64, 5, (128, 64))])
+def test_a_rank_of_fp8_has_whole_blocks(size: int, rank: int, expected: tuple[int, int]) -> None:
+    changes = {"config.intermediate_size_per_partition": size, f"{PARALLEL}.tp_rank": rank}
+    found = described(changes, fp8(weight_scale_refine=(2, 2)))
+    assert isinstance(found, Described)
+    assert (found.problem.intermediate_size, found.form.front) == expected
 
 
 DP = {f"{PARALLEL}.dp_size": 2}

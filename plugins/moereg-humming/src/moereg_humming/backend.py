@@ -23,6 +23,7 @@ from moereg.author import (
     register_moe_backend,
 )
 from moereg_humming.buffers import Buffers
+from moereg_humming.formats import whole_blocks
 from moereg_humming.toolchain import no_compiler
 
 moereg_api = "1"
@@ -95,7 +96,7 @@ class HummingIndexedExperts(Experts):
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See `Experts`."""
-        buffers = Buffers(problem, num_tokens)
+        buffers = Buffers(whole_blocks(problem), num_tokens)
         return (buffers.num_products,), (buffers.num_intermediate,)
 
     def apply(

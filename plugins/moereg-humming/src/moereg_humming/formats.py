@@ -12,7 +12,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from moereg.author import ExpertWeights, QuantFormat, round_up
+from moereg.author import ExpertWeights, MoEProblem, QuantFormat, round_up
 
 PAD_ROWS: Final = 256
 PAD_COLUMNS: Final = 128
@@ -85,6 +85,13 @@ def matrix_format(fmt: QuantFormat, dtype: torch.dtype, rows: int, columns: int)
         rows=rows,
         columns=columns,
     )
+
+
+def whole_blocks(problem: MoEProblem) -> MoEProblem:
+    """The layer as Humming computes it: if rows share scales in blocks, gate ends with a whole one."""
+    assert problem.quant.weight is not None
+    block = max(problem.quant.weight.group[0], 1)
+    return dataclasses.replace(problem, intermediate_size=round_up(problem.intermediate_size, block))
 
 
 def codes(weight: torch.Tensor, fmt: MatrixFormat) -> torch.Tensor:

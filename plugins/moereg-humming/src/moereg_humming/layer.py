@@ -17,7 +17,7 @@ from humming.schema import HummingWeightSchema
 from humming.transform import prepare_fp16_e8m0_scale, prepare_layer_config, transform_humming_tensors
 from humming.tune import get_heuristics_config
 
-from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights
+from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights, pad_intermediate
 from moereg_humming import formats, kernels
 from moereg_humming.buffers import NUM_LOCKS, Buffers
 from moereg_humming.formats import MatrixFormat, matrix_format
@@ -57,7 +57,7 @@ class IndexedLayer:
         """
         weight = problem.quant.weight
         assert weight is not None
-        self._problem = problem
+        self._problem = problem = formats.whole_blocks(problem)
         rows = problem.activation.num_halves * problem.intermediate_size
         self._formats = {
             "w13": matrix_format(weight, problem.torch_dtype, rows, problem.hidden_size),
@@ -74,6 +74,7 @@ class IndexedLayer:
             weights: Of the layer, on a GPU.
         """
         permuted: dict[str, torch.Tensor] = {}
+        weights = pad_intermediate(weights, self._problem.intermediate_size)
         factors = formats.half_factors(weights)
         if factors is not None:
             permuted["w13_factors"] = factors

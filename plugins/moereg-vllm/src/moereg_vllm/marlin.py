@@ -82,7 +82,7 @@ _GPUS: Final = ("cuda:sm80+",)
     quant_schemes=(FP8_BLOCK_SCHEME,),
     platforms=_GPUS,
     requires=REQUIRES,
-    requires_multiple={"hidden_size": 128, "intermediate_size": 128},
+    requires_multiple={"hidden_size": 128, "intermediate_size": 8},
 )
 @register_moe_backend(
     name="marlin",
@@ -136,8 +136,12 @@ class MarlinExperts(Experts):
         rows = weight.shape[1]
 
         def grouped(expert: int) -> torch.Tensor:
-            scales = layout.group_scales(scale[expert], rows, fmt.group[0] if fmt.group[0] > 0 else None)
-            return self._padded_groups(matrix, scales)
+            halves = self.problem.activation.num_halves if matrix == "w13" and fmt.group[0] > 1 else 1
+            scales = [
+                layout.group_scales(half, rows // halves, fmt.group[0] if fmt.group[0] > 0 else None)
+                for half in (scale[expert].chunk(halves) if halves > 1 else (scale[expert],))
+            ]
+            return self._padded_groups(matrix, torch.cat(scales, dim=1))
 
         parts: dict[str, Callable[[int], torch.Tensor]] = {
             matrix: lambda expert: _repacked(self._padded_codes(matrix, weight[expert]), fmt.bits)

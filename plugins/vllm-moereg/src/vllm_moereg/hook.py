@@ -182,7 +182,7 @@ def _subclass(base: type) -> type:
     namespace: dict[str, Any] = {
         "__module__": __name__,
         "__doc__": f"{base.__name__} whose experts run on a kernel that moereg chose.",
-        "maybe_roundup_sizes": FusedMoEMethodBase.maybe_roundup_sizes,
+        "maybe_roundup_sizes": _round_up,
         # vLLM's warm-up of DeepGEMM asks every layer for it; the base's reads what its own kernel left on the method.
         "get_fused_moe_quant_config": lambda self, layer: FusedMoEQuantConfig.make(),
         "process_weights_after_loading": _process_weights,
@@ -193,6 +193,13 @@ def _subclass(base: type) -> type:
         namespace[name] = property(lambda self: False)
     namespace["supports_eplb"] = property(lambda self: True)
     return type(base.__name__, (base,), namespace)
+
+
+def _round_up(method: Any, hidden_size: int, intermediate_size: int, *others: Any, **named: Any) -> tuple[int, int]:
+    """Rounds for the token dispatcher; vLLM's own also pads both sizes to its kernels' tiles."""
+    described = method.moereg.described
+    hidden_size, own = FusedMoEMethodBase.maybe_roundup_sizes(method, hidden_size, intermediate_size, *others, **named)
+    return hidden_size, described.problem.intermediate_size if described.form.is_padded else own
 
 
 def _process_weights(method: Any, layer: Any) -> None:

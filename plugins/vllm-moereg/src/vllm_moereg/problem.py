@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -83,8 +85,10 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
         activation = ACTIVATIONS[name](layer)
     else:
         reasons.append(f"requires an activation of {', '.join(ACTIVATIONS)}, got {name}")
+    intermediate_size = config.intermediate_size_per_partition
     if form is not None:
-        reasons.extend(_refusals_of_form(form, layer, config))
+        form, intermediate_size = _in_whole_groups(form, method, config)
+        reasons.extend(_refusals_of_form(form, layer, config, intermediate_size))
     if reasons or form is None or activation is None:
         return reasons
     parallel = config.moe_parallel_config
@@ -94,7 +98,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
             num_experts=config.num_experts,
             num_local_experts=config.num_local_experts,
             hidden_size=config.hidden_dim,
-            intermediate_size=config.intermediate_size_per_partition,
+            intermediate_size=intermediate_size,
             top_k=config.experts_per_token,
             dtype=config.in_dtype,
             quant=form.scheme,
@@ -113,7 +117,21 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
     return Described(problem, form, name == _INTERLEAVED)
 
 
-def _refusals_of_form(form: Form, layer: Any, config: Any) -> Iterator[str]:
+def _in_whole_groups(form: Form, method: Any, config: Any) -> tuple[Form, int]:
+    """A rank's part of the intermediate with whole groups and blocks, the same size on every rank."""
+    size, weight = config.intermediate_size_per_partition, QUANT_SCHEMES[form.scheme].weight
+    if weight is None:
+        return form, size
+    group, parallel = weight.group[1], config.moe_parallel_config
+    if form.refined > 1:
+        # The part begins up to this far behind the first element of a block.
+        return dataclasses.replace(form, front=size * parallel.tp_rank % group), size + group - math.gcd(size, group)
+    if form.is_padded and size % group:
+        return form, method.maybe_roundup_sizes(config.hidden_dim, size, config.in_dtype, parallel)[1]
+    return form, size
+
+
+def _refusals_of_form(form: Form, layer: Any, config: Any, intermediate_size: int) -> Iterator[str]:
     name = config.activation.value
     if name == _INTERLEAVED and not form.may_interleave:
         yield f"requires gate rows before up rows in scheme {form.scheme}, got {name}, which alternates them"
@@ -129,7 +147,7 @@ def _refusals_of_form(form: Form, layer: Any, config: Any) -> Iterator[str]:
             yield f"requires weights of the tokens' dtype, got {layer.params_dtype} and {config.in_dtype}"
         return
     rows, columns = weight.group
-    sizes = {"hidden size": config.hidden_dim, "intermediate size of a rank": config.intermediate_size_per_partition}
+    sizes = {"hidden size": config.hidden_dim, "intermediate size of a rank": intermediate_size}
     for what, size in sizes.items():
         # vLLM's parameters have no scale for the rest of a group, and its loader would give a rank another's scales.
         if rows == 1 and columns != WHOLE and size % columns:

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
+_BLOCK: Final = 128
 
 
 class Declined(Exception):
@@ -52,11 +53,17 @@ class Form:
         scheme: Name of moereg's scheme.
         tensors: By role; biases are added where the layer has them.
         may_interleave: Whether rows of gate and up alternate in w13 where vLLM's activation says so.
+        is_padded: Whether vLLM's loader cuts ranks by sizes that it has rounded up to whole groups.
+        refined: Parts, each way, into which vLLM cuts a block's scale, since a rank may begin inside one.
+        front: Elements of the intermediate before this rank's first in the block where it begins.
     """
 
     scheme: str
     tensors: Mapping[TensorRole, Stored]
     may_interleave: bool = False
+    is_padded: bool = False
+    refined: int = 1
+    front: int = 0
 
 
 class Layer(Protocol):
@@ -117,9 +124,29 @@ def take_weights(layer: Layer, form: Form, problem: MoEProblem, is_interleaved: 
         canonical = tensors[role].decode(held.pop((matrix, role)))
         if is_interleaved and matrix == "w13":
             canonical = canonical.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        if form.refined > 1:
+            canonical = _in_whole_blocks(canonical, matrix, role, form, problem)
         found[tensor_name(matrix, role)] = canonical
         del canonical
     return ExpertWeights(**found, quant=problem.quant)
+
+
+def _in_whole_blocks(
+    stored: torch.Tensor, matrix: str, role: TensorRole, form: Form, problem: MoEProblem
+) -> torch.Tensor:
+    """Codes behind `form.front` zeros, up to the problem's size; one scale of each block instead of its parts' ones."""
+    dim, halves, across = (1, problem.activation.num_halves, 3) if matrix == "w13" else (2, 1, 1)
+    parts = stored.unflatten(dim, (halves, -1))
+    if role == "weight":
+        codes = parts.view(torch.uint8)
+        shape = (*parts.shape[: dim + 1], problem.intermediate_size, *parts.shape[dim + 2 :])
+        whole = codes.new_zeros(shape)
+        whole.narrow(dim + 1, form.front, parts.shape[dim + 1]).copy_(codes)
+        return whole.flatten(dim, dim + 1).view(stored.dtype)
+    first = torch.arange(0, problem.intermediate_size, _BLOCK, device=stored.device) - form.front
+    first = (first // (_BLOCK // form.refined)).clamp(0, parts.shape[dim + 1] - 1)
+    across_first = torch.arange(0, parts.shape[across], form.refined, device=stored.device)
+    return parts.index_select(dim + 1, first).index_select(across, across_first).flatten(dim, dim + 1)
 
 
 Places = dict[str, tuple[StorageWeakRef, torch.Size, torch.dtype]]
@@ -265,9 +292,10 @@ def _fp8(method: Any) -> Form:
 
 
 def _fp8_block(blocks: Any, refined: Any, suffix: str) -> Form:
-    if list(blocks) != [128, 128] or refined is not None:
-        raise Declined(f"requires fp8 blocks of 128 x 128, got {list(blocks)}{' refined for TP' if refined else ''}")
-    return Form("fp8_block128", {**_WEIGHT, "scale": Stored(suffix)})
+    """From vLLM 0.29 on `refined`, such as (2, 2), where a rank's part of the intermediate is not in whole blocks."""
+    if list(blocks) != [_BLOCK, _BLOCK]:
+        raise Declined(f"requires fp8 blocks of 128 x 128, got {list(blocks)}")
+    return Form("fp8_block128", {**_WEIGHT, "scale": Stored(suffix)}, refined=refined[0] if refined else 1)
 
 
 def _fp8_tensor(is_static: bool) -> Form:
@@ -300,7 +328,7 @@ def _mxfp8(method: Any) -> Form:
 
 
 def _gpt_oss(method: Any) -> Form:
-    return Form("mxfp4_w4a16", {**_WEIGHT, "scale": _MX}, may_interleave=True)
+    return Form("mxfp4_w4a16", {**_WEIGHT, "scale": _MX}, may_interleave=True, is_padded=True)
 
 
 def _compressed_mxfp4(method: Any) -> Form:
