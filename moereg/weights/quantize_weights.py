@@ -20,7 +20,7 @@ from moereg.spec.quant_schemes import (
     get_scheme,
     tensor_name,
 )
-from moereg.weights.elements import decode_scales, encode_scales
+from moereg.weights.elements import code_values, decode_scales, encode_scales
 from moereg.weights.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.weights.groups import choose_scale, global_scale, group_extrema
 from moereg.weights.permuted import ExpertWeights
@@ -154,13 +154,25 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
     """Dequantizes one matrix of every expert, such as all of a layer's w13, without waiting for the device.
 
     Args:
-        matrices: The stored tensors, each with a leading dimension E, contiguous.
+        matrices: The stored tensors, contiguous, each with a leading dimension E.
         fmt: Their format.
-        out: [E, rows, columns], contiguous, overwritten: products in fp32, rounded to its dtype once. Besides it this
-            takes no memory on a GPU with Triton; elsewhere a few times 128 MiB (on a CPU 4 MiB), or one expert in fp32
-            if that is more.
+        out: [E, rows, columns], contiguous, overwritten: products in fp32, rounded to its dtype once. A GPU with Triton
+            needs no other memory for the named schemes; else this takes a few times 128 MiB (on a CPU 4 MiB), or one
+            expert in fp32 if that is more.
+
+    Raises:
+        ArgumentError: Codes and `out` do not have the same matrices, or a tensor is not contiguous.
     """
     num_experts, rows, columns = out.shape
+    expected = (num_experts, rows, fmt.packed_columns(columns))
+    if matrices.q.shape != expected or not (matrices.q.is_contiguous() and out.is_contiguous()):
+        raise ArgumentError(
+            f"codes of matrices {list(out.shape)} must be {list(expected)} in {fmt}, both contiguous, got "
+            f"{list(matrices.q.shape)} with strides {matrices.q.stride()} and {out.stride()}; pass one matrix of every "
+            "expert in canonical order"
+        )
+    if out.device.type == "cuda" and restore_in_triton(matrices, fmt, out):
+        return
     most_bytes = BLOCK_BYTES if out.device.type == "cpu" else _DEVICE_BYTES
     step = max(1, most_bytes // (4 * rows * columns))
     for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
@@ -173,6 +185,30 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
         if found.scale_2 is not None:
             found = dataclasses.replace(found, scale_2=_for_rows(found.scale_2, rows))
         out[experts] = restore(found, fmt, rows, columns)
+
+
+def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> bool:
+    """Does what `dequantize_matrices` does in one launch; returns False if Triton or a decoder is missing."""
+    try:
+        from moereg.kernels.quantized import restore as kernel
+    except ImportError:
+        return False
+    if fmt.dtype not in kernel.ELEMENTS or matrices.scale.dtype not in kernel.SCALES:
+        return False
+    rows, columns = (0 if extent == WHOLE else extent for extent in fmt.group)
+    kernel.restore_matrices(
+        out,
+        matrices.q,
+        matrices.scale,
+        element=fmt.dtype,
+        group=(rows, columns),
+        halves=matrices.halves,
+        scale_2=matrices.scale_2,
+        zero_point=matrices.zero_point,
+        values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
+        nested_block=NESTED_BLOCK if fmt.nested else 0,
+    )
+    return True
 
 
 def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
