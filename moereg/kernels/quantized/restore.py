@@ -33,20 +33,21 @@ SCALES: Final = {
 }
 """Dtypes of the scales that the kernel decodes; uint8: fp32 scales that are quantized too."""
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreConfig:
     """The tile of a program, both sizes powers of two, and its warps."""
 
-    rows: int = 4
-    columns: int = 1024  # at most; fewer where much of a row's last tile would be empty
+    elements: int = 4096
+    columns: int = 1024  # at most; fewer, and more rows, where much of a row's last tile would be empty
     num_warps: int = 4
 
-    def columns_of(self, size: int) -> int:
-        """Columns of a tile of rows of `size` columns."""
+    def tile(self, size: int) -> tuple[int, int]:
+        """Rows and columns of a tile where rows have `size` columns."""
         columns = self.columns
         while columns > 64 and -size % columns * 8 > size:
             columns //= 2
-        return columns
+        return max(1, self.elements // columns), columns
 
 
 @triton.jit
@@ -191,10 +192,10 @@ def restore_matrices(
     # Parts of the rows that begin with a group: halves, where a group spans all rows those that have their own scale.
     parts = scale[0].numel() if group == (0, 0) else 1 if group_rows == 0 else halves
     part_rows = num_rows // parts
-    columns = config.columns_of(size)
+    rows, columns = config.tile(size)
     launch(
         _restore_kernel,
-        (triton.cdiv(num_rows, config.rows) * triton.cdiv(size, columns), num_experts),
+        (triton.cdiv(num_rows, rows) * triton.cdiv(size, columns), num_experts),
         *(out, q if element == "int8" else q.view(torch.uint8), scale.view(torch.uint8) if kind[0] == "e" else scale),
         *(scale_2, zero_point, values, num_rows, size, q.shape[2], triton.cdiv(size, group_columns or size)),
         *(part_rows, triton.cdiv(part_rows, group_rows or part_rows)),
@@ -207,7 +208,7 @@ def restore_matrices(
         GROUP_ROWS=group_rows,
         GROUP=group_columns,
         NESTED_BLOCK=nested_block,
-        ROWS=config.rows,
+        ROWS=rows,
         COLUMNS=columns,
         num_warps=config.num_warps,
         # A product and a sum are two roundings.
