@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -169,19 +169,18 @@ def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) 
     is_decoded = fmt.dtype in kernel.ELEMENTS and matrices.scale.dtype in kernel.SCALES
     if not is_decoded or out.dtype == torch.float64:
         return False
-    rows, columns = (0 if extent == WHOLE else extent for extent in fmt.group)
-    kernel.restore_matrices(
-        out,
-        matrices.q,
-        matrices.scale,
-        element=fmt.dtype,
-        group=(rows, columns),
-        halves=matrices.halves,
-        scale_2=matrices.scale_2,
-        zero_point=matrices.zero_point,
-        values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
-        nested_block=NESTED_BLOCK if fmt.nested else 0,
-    )
+    group_rows, group_columns = (0 if extent == WHOLE else extent for extent in fmt.group)
+    with torch.cuda.device_of(out):
+        kernel.restore_matrices(
+            *(out, matrices.q, matrices.scale),
+            element=fmt.dtype,
+            group=(group_rows, group_columns),
+            halves=matrices.halves,
+            scale_2=matrices.scale_2,
+            zero_point=matrices.zero_point,
+            values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
+            nested_block=NESTED_BLOCK,
+        )
     return True
 
 
@@ -284,7 +283,7 @@ def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
     num_rows = len(matrix.q)
     found = take_groups(matrix, fmt, rows)
     if fmt.group == (WHOLE, WHOLE):
-        found = dataclasses.replace(found, scale=_for_rows(found.scale[None], num_rows)[0, rows])
+        found = dataclasses.replace(found, scale=_of_rows(found.scale, num_rows, rows))
     return dataclasses.replace(found, q=matrix.q[rows], scale_2=_of_rows(matrix.scale_2, num_rows, rows))
 
 
@@ -304,12 +303,6 @@ def take_groups(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
     )
 
 
-def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
-    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
-    return None if value is None else _for_rows(value[None], num_rows)[0, rows]
-
-
-def _for_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Expands a value for each expert [E], or for each half of one [E, halves], to one for each row [E, rows, 1]."""
-    value = value.reshape(len(value), -1)
-    return value.repeat_interleave(rows // value.shape[1], 1).unsqueeze(2)
+def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> Any:
+    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]; None stays."""
+    return None if value is None else value.reshape(-1).repeat_interleave(num_rows // value.numel())[rows, None]
