@@ -62,7 +62,7 @@ def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> Exper
 
 
 def global_scale_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """Omits the global scale."""
+    """Omits the global scale, or the scales of blocks of scales."""
     scale_2 = weights.tensors().get(f"{matrix}_scale_2")
     return None if scale_2 is None else _with(weights, {f"{matrix}_scale_2": torch.ones_like(scale_2)})
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from moereg.errors import ArgumentError
 from moereg.runtime.torch_state import in_plain_torch
-from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
+from moereg.spec.quant_schemes import (
+    MATRICES,
+    NESTED_BLOCK,
+    WHOLE,
+    QuantFormat,
+    QuantScheme,
+    TensorRole,
+    get_scheme,
+    tensor_name,
+)
+from moereg.weights.elements import code_values, decode_scales, encode_scales
 from moereg.weights.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.weights.groups import choose_scale, global_scale, group_extrema
 from moereg.weights.permuted import ExpertWeights
 
 # In fp32. Besides input and output this needs only ten temporaries of this size, which stay in cache.
 BLOCK_BYTES: Final = 4 << 20
-# Likewise for several experts at once on a GPU: 300 million int4 weights take 3.5 ms on an H200, and 13 ms in steps of
-# 32 MiB, whose launches take longer than what they launch.
-_DEVICE_BYTES: Final = 128 << 20
 
 
 @in_plain_torch
@@ -73,7 +80,8 @@ def quantize_weights(
         halves = weights.num_halves if name == "w13" else 1
         for expert, matrix in enumerate(getattr(weights, name)):
             quantized = _quantize_matrix(matrix, scheme.weight, halves, separate_halves)
-            if not quantized.scale.float().isfinite().all():
+            scale = quantized.scale if quantized.scale_2 is None else quantized.scale_2
+            if not scale.float().isfinite().all():
                 raise ArgumentError(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
@@ -102,66 +110,101 @@ def dequantize_weights(
         dtype: The result's dtype. Products are computed in fp32 and rounded to it once; in fp64 if dtype is fp64.
 
     Returns:
-        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Besides them this takes a few times 4 MiB.
+        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. `dequantize_matrices` says what this takes besides them.
     """
-    sizes = {
-        "w13": (weights.num_halves * weights.intermediate_size, weights.hidden_size),
-        "w2": (weights.hidden_size, weights.intermediate_size),
-    }
-    found: list[torch.Tensor] = []
-    fmt = weights.scheme.weight
-    for name, (rows, columns) in sizes.items():
-        if fmt is None:
-            found.append(getattr(weights, name).to(dtype, copy=True))
-            continue
-        result = torch.empty(weights.num_experts, rows, columns, dtype=dtype, device=weights.w13.device)
-        for expert in range(weights.num_experts):
-            matrix = expert_matrix(weights.tensors(), name, expert, weights.num_halves)
-            for block in row_blocks(rows, columns, fmt):
-                result[expert, block] = dequantize_rows(matrix, fmt, columns, block, dtype)
-        found.append(result)
-    return found[0], found[1]
+    if weights.scheme.weight is None:
+        return weights.w13.to(dtype, copy=True), weights.w2.to(dtype, copy=True)
+    num_experts, hidden, width = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    sizes = (num_experts, weights.num_halves * width, hidden), (num_experts, hidden, width)
+    w13, w2 = (torch.empty(size, dtype=dtype, device=weights.w13.device) for size in sizes)
+    dequantize_into(weights, w13, w2)
+    return w13, w2
 
 
 @in_plain_torch
 def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor) -> None:
-    """Dequantizes weights into memory that is there, without waiting for the device.
-
-    Args:
-        weights: Quantized weights.
-        w13, w2: Overwritten with what `dequantize_weights` returns for their dtype, contiguous. Besides them this takes
-            a few times 128 MiB (on a CPU 4 MiB), or one expert in fp32 if that is more.
-    """
+    """Dequantizes quantized weights into memory that is there, contiguous: what `dequantize_weights` returns."""
     fmt, tensors = weights.scheme.weight, weights.tensors()
     assert fmt is not None
-    for name, result in (("w13", w13), ("w2", w2)):
-        num_experts, rows, columns = result.shape
-        most_bytes = BLOCK_BYTES if result.device.type == "cpu" else _DEVICE_BYTES
-        step = max(1, most_bytes // (4 * rows * columns))
-        for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
-            matrices = expert_matrix(tensors, name, experts, weights.num_halves)
-            if fmt.group == (WHOLE, WHOLE):
-                matrices = dataclasses.replace(matrices, scale=_for_rows(matrices.scale, rows))
-            else:
-                matrices = take_groups(matrices, fmt, slice(0, rows))
-            if matrices.scale_2 is not None:
-                matrices = dataclasses.replace(matrices, scale_2=_for_rows(matrices.scale_2, rows))
-            result[experts] = restore(matrices, fmt, rows, columns)
+    for name, out in (("w13", w13), ("w2", w2)):
+        dequantize_matrices(stored_matrices(tensors, name, weights.num_halves), fmt, out)
 
 
-def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
-    """Views of one expert's matrix, `w13` or `w2`, in a layer's tensors by field, or of several experts' matrices.
+@in_plain_torch
+def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> None:
+    """Dequantizes one matrix of every expert, such as all of a layer's w13, without waiting for the device.
+
+    Args:
+        matrices: The stored tensors, contiguous, each with a leading dimension E.
+        fmt: Their format.
+        out: [E, rows, columns], contiguous, overwritten as `dequantize_weights` says. On a GPU with Triton this is one
+            launch that needs no other memory; elsewhere, for fp64 and for formats that no kernel decodes, it takes a
+            few times 4 MiB, and many operations for each expert.
+
+    Raises:
+        ArgumentError: Codes and `out` do not have the same matrices, or one of them is not contiguous.
+    """
+    num_experts, rows, columns = out.shape
+    expected = (num_experts, rows, fmt.packed_columns(columns))
+    if matrices.q.shape != expected or not (matrices.q.is_contiguous() and out.is_contiguous()):
+        raise ArgumentError(
+            f"codes of matrices {list(out.shape)} must be {list(expected)} in {fmt}, both contiguous, got "
+            f"{list(matrices.q.shape)} with strides {matrices.q.stride()} and {out.stride()}; pass one matrix of every "
+            "expert in canonical order"
+        )
+    if out.device.type == "cuda" and restore_in_triton(matrices, fmt, out):
+        return
+    for expert, result in enumerate(out):
+        matrix = plain_scales(matrices.of(expert))
+        for block in row_blocks(rows, columns, fmt):
+            result[block] = dequantize_rows(matrix, fmt, columns, block, out.dtype)
+
+
+def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> bool:
+    """Does what `dequantize_matrices` does in one launch; returns False if Triton or a decoder is missing."""
+    try:
+        from moereg.kernels import restore as kernel
+    except ImportError:
+        return False
+    is_decoded = fmt.dtype in kernel.ELEMENTS and matrices.scale.dtype in kernel.SCALES
+    if not is_decoded or out.dtype == torch.float64:
+        return False
+    group_rows, group_columns = (0 if extent == WHOLE else extent for extent in fmt.group)
+    with torch.cuda.device_of(out):
+        kernel.restore_matrices(
+            *(out, matrices.q, matrices.scale),
+            element=fmt.dtype,
+            group=(group_rows, group_columns),
+            halves=matrices.halves,
+            scale_2=matrices.scale_2,
+            zero_point=matrices.zero_point,
+            values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
+            nested_block=NESTED_BLOCK,
+        )
+    return True
+
+
+def stored_matrices(tensors: Mapping[str, torch.Tensor], name: str, num_halves: int) -> Quantized:
+    """One matrix of every expert, `w13` or `w2`, as a layer's tensors by field store it.
 
     `num_halves` is that of the weights, 2 if the layer is gated.
     """
     scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
-    return Quantized(
-        tensors[name][expert],
-        tensors[tensor_name(name, "scale")][expert],
-        None if scale_2 is None else scale_2[expert],
-        None if zero_point is None else zero_point[expert],
-        num_halves if name == "w13" else 1,
-    )
+    halves = num_halves if name == "w13" else 1
+    return Quantized(tensors[name], tensors[tensor_name(name, "scale")], scale_2, zero_point, halves)
+
+
+def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int, num_halves: int) -> Quantized:
+    """Views of one expert's `stored_matrices`; scales that are quantized are dequantized."""
+    return plain_scales(stored_matrices(tensors, name, num_halves).of(expert))
+
+
+def plain_scales(matrix: Quantized) -> Quantized:
+    """The same matrix with scales in fp32 if they are quantized."""
+    if matrix.scale.dtype != torch.uint8:
+        return matrix
+    assert matrix.scale_2 is not None
+    return dataclasses.replace(matrix, scale=decode_scales(matrix.scale, matrix.scale_2, NESTED_BLOCK), scale_2=None)
 
 
 def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -204,6 +247,8 @@ def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int, separa
     ]
     if scale is None:
         scale = torch.cat([block.scale for block in blocks])
+        if fmt.nested:
+            scale, scale_2 = encode_scales(scale, NESTED_BLOCK)
     zero_points = [block.zero_point for block in blocks if block.zero_point is not None]
     q = torch.cat([block.q for block in blocks])
     return Quantized(q, scale, scale_2, torch.cat(zero_points) if zero_points else None)
@@ -218,9 +263,12 @@ def _quantize_rows(
     zero_point = None
     if scale is None:
         low, high = group_extrema(x, fmt.group)
-        scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
+        scale_dtype: torch.dtype = torch.float32 if fmt.nested else getattr(torch, fmt.scale_dtype)
         if fmt.symmetric:
             scale = choose_scale(torch.maximum(-low, high), element.half_range, scale_dtype, scale_2)
+            if fmt.nested:
+                # A group of zeros has scale 1, which would stretch its block's range.
+                scale = torch.where(low == high, 0.0, scale)
         else:
             scale = choose_scale(high - low, element.max_value - element.min_value, scale_dtype, scale_2)
             total = scale.float() if scale_2 is None else scale.float() * scale_2
@@ -235,7 +283,7 @@ def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
     num_rows = len(matrix.q)
     found = take_groups(matrix, fmt, rows)
     if fmt.group == (WHOLE, WHOLE):
-        found = dataclasses.replace(found, scale=_for_rows(found.scale[None], num_rows)[0, rows])
+        found = dataclasses.replace(found, scale=_of_rows(found.scale, num_rows, rows))
     return dataclasses.replace(found, q=matrix.q[rows], scale_2=_of_rows(matrix.scale_2, num_rows, rows))
 
 
@@ -255,12 +303,6 @@ def take_groups(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
     )
 
 
-def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
-    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
-    return None if value is None else _for_rows(value[None], num_rows)[0, rows]
-
-
-def _for_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Expands a value for each expert [E], or for each half of one [E, halves], to one for each row [E, rows, 1]."""
-    value = value.reshape(len(value), -1)
-    return value.repeat_interleave(rows // value.shape[1], 1).unsqueeze(2)
+def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> Any:
+    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]; None stays."""
+    return None if value is None else value.reshape(-1).repeat_interleave(num_rows // value.numel())[rows, None]
