@@ -158,7 +158,8 @@ def unknown_name_message(
     """Words an unknown-name error in one line: the rule, the name found, the nearest and all known names.
 
     The nearest are the known names that begin with the one found, else those that contain it, else the one with the
-    most similar spelling, else those within the one found. `also_called` has other names in use, in lower case, with the known names that they mean.
+    most similar spelling, else those within it. `also_called` has other names in use, in lower case, with the known
+    names that they mean.
     """
     names = sorted(set(known))
     lowered = {known_name.lower(): known_name for known_name in names}
