@@ -239,7 +239,7 @@ def router_tensors(
     rows = {
         "router_weight": (
             (problem.num_experts, problem.hidden_size),
-            torch.float32 if router.fp32_weight else problem.torch_dtype,
+            torch.float32 if router.fp32_logits else problem.torch_dtype,
         ),
         "router_bias": ((problem.num_experts,), problem.torch_dtype),
         "correction_bias": ((problem.num_experts,), torch.float32),
@@ -337,7 +337,7 @@ def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> di
     model = MODEL_TYPES.get(values.get("model_type", ""))
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     found = [] if model is None else [f"{name}." for name in model.routers if f"{name}.weight" in tensors]
-    if model is None or not found:
+    if model is None or model.routing or not found:
         return {}
     try:
         router = RouterSpec.from_config(values)
@@ -352,7 +352,7 @@ def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> di
     ):
         return {}
     bias = tensors.get(f"{found[0]}bias")
-    dtype = torch.float32 if router.fp32_weight else problem.torch_dtype
+    dtype = torch.float32 if router.fp32_logits else problem.torch_dtype
     return {
         "router": router,
         "router_weight": tensors[f"{found[0]}weight"].detach().to(dtype),
