@@ -252,13 +252,6 @@ def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
     )
 
 
-def _axk2_router(config: Mapping[str, Any]) -> _Keywords:
-    # With groups, experts of other groups would score 0 and beat negative biased scores; no released model has groups.
-    _require_choice(config, "n_group", (1,), 1)
-    _require_choice(config, "topk_group", (1,), 1)
-    return _sigmoid_topk(scaling_factor=2.5)(config)
-
-
 def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
     scoring = _require_choice(config, "expert_selection_fn", ("softmax", "sigmoid"), "softmax")
     _require_nothing_else(config, scoring=scoring)
@@ -325,7 +318,8 @@ _READERS_OF: Final[Mapping[str, _Reader]] = {
     "mistral4 mistral_large4_text": _mistral_router,
     # Kimi-K2 is DeepSeek-V3 under its publisher's own name.
     "axk1 bailing_hybrid beam deepseek_v3 deepseek_v32 kimi_k2": _sigmoid_topk(scaling_factor=2.5, groups=(8, 4)),
-    "axk2": _axk2_router,
+    # With groups, experts of other groups would score 0 and beat negative biased scores; no released model has groups.
+    "axk2": _sigmoid_topk(scaling_factor=2.5, groups=None),
     "deepseek_v4": _deepseek_v4_router,
     "dots3_note dots3_note_text glm4_moe glm4v_moe_text mimo_v2_flash nemotron_h solar_open": _sigmoid_topk(),
     # Published files say noaux_tc where others say how scores are made.
