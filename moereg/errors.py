@@ -177,8 +177,7 @@ def _nearest(typed: str, lowered: Mapping[str, str]) -> list[str]:
         if near and len(typed) >= fewest_letters:
             return near
     close = difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)
-    within = [lower for lower in lowered if len(lower) > 2 and lower in typed]
-    return [lowered[match] for match in close or within]
+    return [lowered[match] for match in close or [lower for lower in lowered if len(lower) > 2 and lower in typed]]
 
 
 _LONGEST_TYPED: Final = 200

@@ -131,9 +131,11 @@ class CheckpointLayer:
             chooser = "its router" if shape is None else "a table by token id"
             raise ArgumentError(f"token_ids must be {shape} where {chooser} chooses experts, got {found}; pass {shape}")
         if self.expert_table is not None and token_ids is not None:
-            # The router weighs what the table chose.
+            # The router weighs what the table chose, as if there were no others.
             chosen = self.expert_table[token_ids.long()]
-            logits = logits.new_full(logits.shape, -torch.inf).scatter(1, chosen, logits.gather(1, chosen))
+            router = dataclasses.replace(self.router, num_experts=self.router.top_k)
+            topk_weights, places = router.route(logits.gather(1, chosen))
+            return topk_weights, chosen.gather(1, places.long()).int()
         return self.router.route(logits, self.correction_bias, self.expert_scale)
 
     def sample_routes(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,9 +255,8 @@ def load_experts(
             _copy_parts(files, parts, fields, local_expert)
             if progress is not None:
                 progress(local_expert + 1, len(manifest.parts))
-        is_narrow = problem.dtype == "float16" and problem.activation.limit is None
-        scales_note = _fill_activation_scales(fields, manifest.parts)
-        found = (manifest.note, scales_note, _NARROW if is_narrow else None, *_input_notes(manifest))
+        narrow = _NARROW if problem.dtype == "float16" and problem.activation.limit is None else None
+        found = (manifest.note, _fill_activation_scales(fields, manifest.parts), narrow, *_input_notes(manifest))
         notes = tuple(f"layer {layer}: {note}" for note in found if note)
         try:
             weights = ExpertWeights(**fields, quant=problem.quant)

@@ -233,6 +233,8 @@ def router_tensors(
     sizes = (problem.num_experts, problem.top_k, problem.apply_router_weight_on_input)
     if (router.num_experts, router.top_k, router.apply_router_weight_on_input) != sizes:
         raise ArgumentError(f"router must be of the problem, {problem}, got {router}")
+    if router.has_expert_scale:
+        raise ArgumentError("a MoELayer's router takes no expert_scale; leave router out, and name experts in calls")
     needs_correction = {"correction_bias"} if router.has_correction_bias else set()
     if "correction_bias" in held and not needs_correction:
         raise ArgumentError("this router takes no correction_bias; leave it out, or say has_correction_bias=True")

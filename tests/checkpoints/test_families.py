@@ -595,6 +595,9 @@ def test_a_layer_whose_router_reads_more_says_so_and_is_run_by_the_commands(
     assert layer.notices[0].removeprefix(f"layer {family.layer}: ")[:30] in found
     module = MoELayer.from_loaded(layer)
     assert module.router is None
+    if layer.router.has_expert_scale:
+        with pytest.raises(ArgumentError, match="takes no expert_scale; leave router out, and name experts in calls"):
+            MoELayer(layer.problem, router=layer.router)
     hidden_states = torch.randn(5, layer.problem.hidden_size)
     routes = layer.sample_routes(hidden_states)
     torch.testing.assert_close(module(hidden_states, *routes), layer.make_kernel()(hidden_states, *routes))
@@ -606,6 +609,19 @@ def test_a_layer_whose_router_reads_more_says_so_and_is_run_by_the_commands(
         ArgumentError, match=r"token_ids must be (None|\[5\]) where .* chooses experts, got \[[45]\]; pass"
     ):
         layer.route(torch.randn(5, layer.router_weight.shape[1]), wrong)
+
+
+def test_an_expert_that_a_table_names_twice_is_weighed_like_the_model(tmp_path: Path) -> None:
+    family = _family("deepseek_v4-hash")
+    model = family.make()
+    table = family.block(model).gate.tid2eid
+    table.copy_(torch.tensor([[5, 2, 5]]).expand_as(table))
+    model.save_pretrained(tmp_path)
+    expected = run_block(family, model)
+    ids, weights = by_expert(*expected.route(load_experts(tmp_path, family.layer)))
+    own_ids, own_weights = by_expert(expected.topk_weights, expected.topk_ids)
+    assert torch.equal(ids, own_ids)
+    torch.testing.assert_close(weights, own_weights, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
