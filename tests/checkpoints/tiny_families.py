@@ -91,7 +91,7 @@ class Family:
         model = self.model_class(config).eval()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if ".layers." in f".{name}" or ".blocks." in name:
+                if ".layers." in f".{name}" or ".blocks." in name or "embed_tokens" in name:
                     std = 0.1 if name.endswith("bias") else 0.4
                     if tensor.is_floating_point() and tensor.numel():
                         tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
