@@ -158,7 +158,8 @@ def unknown_name_message(
     """Words an unknown-name error in one line: the rule, the name found, the nearest and all known names.
 
     The nearest are the known names that begin with the one found, else those that contain it, else the one with the
-    most similar spelling. `also_called` has other names in use, in lower case, with the known names that they mean.
+    most similar spelling, else those within it. `also_called` has other names in use, in lower case, with the known
+    names that they mean.
     """
     names = sorted(set(known))
     lowered = {known_name.lower(): known_name for known_name in names}
@@ -175,7 +176,8 @@ def _nearest(typed: str, lowered: Mapping[str, str]) -> list[str]:
         near = [name for lower, name in lowered.items() if is_near(lower, typed)]
         if near and len(typed) >= fewest_letters:
             return near
-    return [lowered[match] for match in difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)]
+    close = difflib.get_close_matches(typed, lowered, n=1, cutoff=0.5)
+    return [lowered[match] for match in close or [lower for lower in lowered if len(lower) > 2 and lower in typed]]
 
 
 _LONGEST_TYPED: Final = 200

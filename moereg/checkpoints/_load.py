@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from moereg.arguments import check_device
-from moereg.checkpoints._files import CheckpointFiles
+from moereg.checkpoints._files import ONE_EXPORT, CheckpointFiles
 from moereg.checkpoints._manifest import ExpertPart, LayerManifest, list_layer, moe_layer_indices
 from moereg.errors import ArgumentError, CheckpointError, RequestError, TooLargeError, index_ranges, one_line, shown
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.quantize import dequantize_rows, expert_matrix
-from moereg.routing import RouterSpec
+from moereg.routing import BY_HAND, RouterSpec
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.selection.result import Selection
@@ -47,9 +47,12 @@ class CheckpointLayer:
         model_type: The type in config.json; for multimodal models the language model's.
         layer: Index in the whole model.
         router: How the model routes.
-        router_weight: [E,H], all experts, in the problem's dtype; fp32 if `router.fp32_weight`.
+        router_weight: [E,H], all experts, in the problem's dtype; fp32 if `router.fp32_logits`. Its H is the block's,
+            another than the problem's where experts are between two projections (Nemotron-H).
         router_bias: [E] in the problem's dtype, or None.
         correction_bias: [E] fp32, DeepSeek-V3's bias for choosing experts, or None.
+        expert_scale: [E] fp32, Gemma 4's factors of routing weights, or None.
+        expert_table: [V,K] int64, experts by token id (DeepSeek-V4's first layers), or None if the router chooses.
         ep_rank: Local experts start at `ep_rank * num_local_experts`.
         has_shared_experts: Whether the model's layer also has experts that take every token. They are not part of
             this layer: the model combines their output with the kernel's.
@@ -64,6 +67,8 @@ class CheckpointLayer:
     router_weight: torch.Tensor
     router_bias: torch.Tensor | None = None
     correction_bias: torch.Tensor | None = None
+    expert_scale: torch.Tensor | None = None
+    expert_table: torch.Tensor | None = None
     ep_rank: int = 0
     has_shared_experts: bool = False
     notes: tuple[str, ...] = ()
@@ -82,8 +87,8 @@ class CheckpointLayer:
     @property
     def num_bytes(self) -> int:
         """Bytes of experts and router."""
-        router = (self.router_weight, self.router_bias, self.correction_bias)
-        tensors = [*self.weights.tensors().values(), *(tensor for tensor in router if tensor is not None)]
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        tensors = [*self.weights.tensors().values(), *(each for each in fields if isinstance(each, torch.Tensor))]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __repr__(self) -> str:
@@ -94,11 +99,14 @@ class CheckpointLayer:
         )
 
     @in_plain_torch
-    def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes tokens like the checkpoint's own router, with logits in the model's dtype for them.
 
         Args:
-            hidden_states: [T,H] in the problem's dtype, on the weights' device.
+            hidden_states: [T,H] in the problem's dtype, on the weights' device; the router's H.
+            token_ids: [T] integers, where an `expert_table` chooses.
 
         Returns:
             topk_weights [T,K] fp32 and topk_ids [T,K] int32, global experts. Models that round the weights to the
@@ -106,9 +114,9 @@ class CheckpointLayer:
             Mistral 4 and DBRX in transformers) may choose another expert in 16 bits if two are nearly tied.
 
         Raises:
-            ArgumentError: hidden_states have another shape, dtype or device.
+            ArgumentError: hidden_states have another shape, dtype or device, or token_ids are missing or not expected.
         """
-        expected = (self.problem.hidden_size, self.problem.torch_dtype, self.router_weight.device)
+        expected = (self.router_weight.shape[1], self.problem.torch_dtype, self.router_weight.device)
         columns = hidden_states.shape[1] if hidden_states.dim() == 2 else None
         if (columns, hidden_states.dtype, hidden_states.device) != expected:
             raise ArgumentError(
@@ -118,7 +126,24 @@ class CheckpointLayer:
         dtype = torch.float32 if self.router.fp32_logits else self.router_weight.dtype
         bias = None if self.router_bias is None else self.router_bias.to(dtype)
         logits = torch.nn.functional.linear(hidden_states.to(dtype), self.router_weight.to(dtype), bias)
-        return self.router.route(logits, self.correction_bias)
+        shape = None if self.expert_table is None else [len(hidden_states)]
+        if shape != (found := None if token_ids is None else list(token_ids.shape)):
+            chooser = "its router" if shape is None else "a table by token id"
+            raise ArgumentError(f"token_ids must be {shape} where {chooser} chooses experts, got {found}; pass {shape}")
+        if self.expert_table is not None and token_ids is not None:
+            # The router weighs what the table chose, as if there were no others.
+            chosen = self.expert_table[token_ids.long()]
+            router = dataclasses.replace(self.router, num_experts=self.router.top_k)
+            topk_weights, places = router.route(logits.gather(1, chosen))
+            return topk_weights, chosen.gather(1, places.long()).int()
+        return self.router.route(logits, self.correction_bias, self.expert_scale)
+
+    def sample_routes(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routes the experts' inputs [T,H]; where the router takes something else, that is made up."""
+        rows, table, width = hidden_states, self.expert_table, self.router_weight.shape[1]
+        if width != rows.shape[1]:
+            rows = torch.randn(len(rows), width, generator=torch.Generator().manual_seed(len(rows))).to(rows)
+        return self.route(rows, None if table is None else torch.arange(len(rows), device=rows.device) % len(table))
 
     def make_kernel(self, selection: Selection | None = None, **keywords: Any) -> MoEKernel:
         """Calls `moereg.make_kernel` for this layer and its rank; the selection is made here if None."""
@@ -230,30 +255,22 @@ def load_experts(
             _copy_parts(files, parts, fields, local_expert)
             if progress is not None:
                 progress(local_expert + 1, len(manifest.parts))
-        is_narrow = problem.dtype == "float16" and problem.activation.limit is None
-        found = (manifest.note, _fill_activation_scales(fields, manifest.parts), _NARROW if is_narrow else None)
+        narrow = _NARROW if problem.dtype == "float16" and problem.activation.limit is None else None
+        found = (manifest.note, _fill_activation_scales(fields, manifest.parts), narrow, *_input_notes(manifest))
         notes = tuple(f"layer {layer}: {note}" for note in found if note)
         try:
             weights = ExpertWeights(**fields, quant=problem.quant)
         except ValueError as error:
             raise CheckpointError(f"{subject}: {error}") from error
 
-        def read(name: str | None, dtype: torch.dtype) -> torch.Tensor | None:
-            return None if name is None else files.read(name).to(device, dtype, copy=True)
-
-        router_dtype = torch.float32 if manifest.router.fp32_weight else problem.torch_dtype
-        router_weight = _read_router(files, manifest).to(device, router_dtype)
-        # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
-        correction_bias = read(manifest.correction_bias, torch.float32)
+        routing = _read_routing(files, manifest, problem.torch_dtype, device)
         return CheckpointLayer(
             problem,
             weights,
             manifest.model_type,
             layer,
             manifest.router,
-            router_weight,
-            router_bias=read(manifest.router_bias, problem.torch_dtype),
-            correction_bias=None if correction_bias is None else correction_bias.reshape(-1),
+            **routing,
             ep_rank=ep_rank,
             has_shared_experts=manifest.has_shared_experts,
             notes=notes,
@@ -298,12 +315,47 @@ def _fill_activation_scales(fields: dict[str, torch.Tensor], parts: Sequence[Seq
     return f"experts {found} have no finite positive input scale; they take {' and '.join(instead)}"
 
 
+def _read_routing(
+    files: CheckpointFiles, manifest: LayerManifest, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The router's tensors by field of a layer."""
+    # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
+    dtypes = {"router_bias": dtype, "expert_table": torch.int64}
+    num_experts = manifest.router.num_experts
+    found: dict[str, torch.Tensor] = {}
+    for field, name in manifest.routing.items():
+        stored = files.read(name).to(device, dtypes.get(field, torch.float32), copy=True)
+        found[field] = stored.reshape(stored.shape[-2:] if field == "expert_table" else -1)
+        if field == "expert_table" and not (0 <= stored.min() <= stored.max() < num_experts):
+            first, last = int(stored.min()), int(stored.max())
+            raise CheckpointError(f"{name} must name experts 0..{num_experts - 1}, got {first}..{last}; {ONE_EXPORT}")
+    weight = _read_router(files, manifest).to(device)
+    if "input_norm" in found:
+        # The experts' input is the router's but for these factors, so that one input serves both.
+        norm = found.pop("input_norm")
+        weight = weight.float() * (found.pop("router_scale") / norm * len(norm) ** -0.5)
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{manifest.routing['input_norm']} must have no zeros, got some; {BY_HAND}")
+    return found | {"router_weight": weight.to(torch.float32 if manifest.router.fp32_logits else dtype)}
+
+
+def _input_notes(manifest: LayerManifest) -> Iterator[str]:
+    """Says what experts and router read, if not the block's input alone."""
+    inner, outer = manifest.problem.hidden_size, manifest.router_hidden_size
+    if inner != outer:
+        yield f"its experts read a projection of H={inner}, which is not in it; route takes the block's H={outer}"
+    if "input_norm" in manifest.routing:
+        yield f"experts and route read what {manifest.routing['input_norm'].removesuffix('.weight')} puts out"
+    if "expert_table" in manifest.routing:
+        yield "route also takes token_ids, by which a table chooses experts"
+
+
 def _read_router(files: CheckpointFiles, manifest: LayerManifest) -> torch.Tensor:
     """The router's weight, dequantized."""
     scheme, parts = manifest.router_format.scheme, manifest.router_parts
     if scheme.weight is None:
         return files.read(parts[0].name)
-    sizes = (manifest.router.num_experts, manifest.problem.hidden_size)
+    sizes = (manifest.router.num_experts, manifest.router_hidden_size)
     rows = scheme.tensor_rows(1, *sizes, num_halves=1, has_bias=False)
     fields = {row.name: torch.empty(row.shapes[0], dtype=row.dtype) for row in rows if row.matrix == "w2"}
     _copy_parts(files, parts, fields, 0)

@@ -249,7 +249,9 @@ class LayerManifest:
         parts: Parts to read, by local expert.
         router_parts: Parts of the router's weight, as if of one expert's w2.
         router_format: How that is stored.
-        router_bias, correction_bias: Tensor names, None if the model has none.
+        router_hidden_size: Columns of the router's weight.
+        routing: Names of the router's other tensors: of those of a `CheckpointLayer`, and of `router_scale` and
+            `input_norm`, whose quotient is part of its weight.
         has_shared_experts: Whether the layer has experts that take every token.
         note: What the layer's user should know about its format.
     """
@@ -260,8 +262,8 @@ class LayerManifest:
     parts: Sequence[tuple[ExpertPart, ...]]
     router_parts: tuple[ExpertPart, ...]
     router_format: StorageFormat
-    router_bias: str | None
-    correction_bias: str | None
+    router_hidden_size: int
+    routing: Mapping[str, str]
     has_shared_experts: bool
     note: str | None
 
@@ -300,9 +302,14 @@ def list_layer(
     _check_has_experts(files, layer)
     with config_errors(files):
         router = RouterSpec.from_config(files.config)
+        table: tuple[int, ...] = ()
+        if model.expert_table(files.config, layer):
+            router = dataclasses.replace(router, has_correction_bias=False)
+            table = (read_count(files.config, "vocab_size"), router.top_k)
+        hidden_size = read_count(files.config, "hidden_size", "d_model")
         sizes = LayerSizes(
             router.num_experts,
-            read_count(files.config, "hidden_size", "d_model"),
+            read_count(files.config, "moe_latent_size", default=hidden_size),
             read_count({**files.config, **read_object(files.config, "ffn_config")}, model.intermediate_size),
         )
         activation = model.activation(files.config)
@@ -320,26 +327,31 @@ def list_layer(
         for part in parts[-1]:
             if part.name not in headers:
                 headers[part.name] = _check_header(files, sizes, storage.name, part)
-    router_format, router_parts = _list_router(files, sizes, router_root.removesuffix("."))
-    router_bias = f"{router_root}bias" if model.has_bias else None
+    outer = sizes._replace(hidden_size=hidden_size)
+    router_format, router_parts = _list_router(files, outer, router_root.removesuffix("."))
     own_biases = _bias_names((model,), layer_root, root) if router.has_correction_bias else []
-    # If there is none, checking headers reports the usual name as missing.
-    correction_bias = next((name for name in own_biases if name in files.file_of), next(iter(own_biases), None))
-    bias_shape = (sizes.num_experts,)
+    routing = {field: f"{root}{name}" for field, name in model.routing.items()}
+    if model.has_bias:
+        routing["router_bias"] = f"{router_root}bias"
+    if table:
+        routing["expert_table"] = f"{router_root}tid2eid"
+    if own_biases:
+        # If there is none, checking headers reports the usual name as missing.
+        routing["correction_bias"] = next((name for name in own_biases if name in files.file_of), own_biases[0])
+    special = {"expert_table": table, "router_scale": (hidden_size,), "input_norm": (hidden_size,)}
     router_tensors = list(router_parts)
-    if router_bias is not None:
-        router_tensors.append(ExpertPart(router_bias, StoredTensor((), (bias_shape,), FLOATS), "router"))
-    if correction_bias is not None:
-        either = (bias_shape, (1, *bias_shape))
-        router_tensors.append(ExpertPart(correction_bias, StoredTensor((), either, FLOATS), "router"))
-    router_headers = {part.name: _check_header(files, sizes, router_format.name, part) for part in router_tensors}
+    for field, name in routing.items():
+        shape = special.get(field, (sizes.num_experts,))
+        dtypes = ("I64", "I32") if field == "expert_table" else FLOATS
+        router_tensors.append(ExpertPart(name, StoredTensor((), (shape, (1, *shape)), dtypes), "router"))
+    router_headers = {part.name: _check_header(files, outer, router_format.name, part) for part in router_tensors}
     shared = _find_shared(files, layer_root)
     # Types with equal experts differ in these, and confusing them would give wrong numbers.
     others = [name for module, name in shared.items() if module not in model.shared_experts]
     others += [
         name
         for name in sorted(_bias_names(MODEL_TYPES.values(), layer_root, root))
-        if name in files.file_of and name not in (*own_biases, router_bias)
+        if name in files.file_of and name not in (*own_biases, *routing.values())
     ]
     if others:
         raise CheckpointError(
@@ -365,8 +377,8 @@ def list_layer(
             dtype=_dtype(files, storage, headers, router_headers),
             num_local_experts=len(experts),
         )
-    biases, note = (router_bias, correction_bias), storage.note
-    return LayerManifest(model_type, problem, router, parts, router_parts, router_format, *biases, bool(shared), note)
+    rest = (hidden_size, routing, bool(shared), storage.note)
+    return LayerManifest(model_type, problem, router, parts, router_parts, router_format, *rest)
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:

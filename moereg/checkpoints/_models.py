@@ -18,6 +18,7 @@ from moereg.routing.config_entries import (
     MOST_LAYERS,
     is_one_of,
     read_count,
+    read_flag,
     read_indices,
     read_name,
     read_names,
@@ -46,13 +47,14 @@ LAYERS: Final = (
     "language_model.layers.",
     "layers.",
     "thinker.model.layers.",
+    "model.decoder.layers.",
     "backbone.layers.",
     "language_model.backbone.layers.",
     "llm.model.layers.",
     "transformer.blocks.",
 )
 """Prefixes of layer names: language models, old and new multimodal models, models saved without a head, Qwen3-Omni,
-Nemotron-H and models built around it, and DBRX."""
+DiffusionGemma, Nemotron-H and models built around it, and DBRX."""
 
 
 def every_layer(config: Config, num_layers: int) -> Iterable[int]:
@@ -230,15 +232,11 @@ class ExpertNames:
         return ExpertNames(tuple(w13), w2, is_parameter=False)
 
 
-def _nemotron_reason(config: Config, layer: int) -> str | None:
-    return None if config.get("moe_latent_size") is None else "its experts are between two projections to a latent size"
-
-
-def _deepseek_v4_reason(config: Config, layer: int) -> str | None:
+def _is_hashed(config: Config, layer: int) -> bool:
     kinds = read_names(config, "mlp_layer_types")
-    count = config.get("num_hash_layers")
-    is_hashed = kinds[layer] == "hash_moe" if layer < len(kinds) else layer < (count if type(count) is int else 3)
-    return "its experts are looked up by the token's id, not chosen by a router" if is_hashed else None
+    if layer < len(kinds):
+        return kinds[layer] == "hash_moe"
+    return layer < read_count(config, "num_hash_layers", default=3, minimum=0)
 
 
 def _step_reason(config: Config, layer: int) -> str | None:
@@ -267,9 +265,12 @@ class ModelType:
             the same.
         is_interleaved: Fused gate and up rows alternate; otherwise all of gate comes first.
         has_bias: Experts and router have biases.
-        correction_biases: Names in the block of the bias that only affects the choice of experts: as released, then
-            as transformers calls it. If the router has none, none is accepted.
+        correction_biases: Names in the block of the bias that only affects the choice of experts. If the router has
+            none, none is accepted.
         outer_correction_bias: Name of that bias in the layer, if a release has it outside the block.
+        expert_table: Says whether a table by token id chooses a layer's experts, and the router only weighs them.
+        routing: Names in the block of `expert_scale`, factors of experts' routing weights, and of `router_scale`, which
+            with H ** -0.5 are factors of the router's input instead of `input_norm`, the experts' (Gemma 4).
         shared_experts: Modules of shared experts, inside the block or next to it: as released, then as transformers
             calls them. They are not read.
         unsupported_reason: Why a layer is not read, from the config and the layer's index; None if it is.
@@ -284,8 +285,10 @@ class ModelType:
     activation: ActivationRule = hidden_act
     is_interleaved: bool = False
     has_bias: bool = False
-    correction_biases: tuple[str, ...] = ("gate.e_score_correction_bias",)
+    correction_biases: tuple[str, ...] = ("gate.e_score_correction_bias", "gate.expert_bias")
     outer_correction_bias: str | None = None
+    expert_table: Callable[[Config, int], bool] = lambda config, layer: False
+    routing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shared_experts: tuple[str, ...] = ()
     unsupported_reason: Callable[[Config, int], str | None] = lambda config, layer: None
 
@@ -325,6 +328,17 @@ _GPT_OSS: Final = ModelType(
     has_bias=True,
 )
 
+_GEMMA: Final = ModelType(
+    blocks=("",),
+    routers=("router.proj",),
+    activation=lambda config: _named_act(config, "hidden_activation", "gelu_pytorch_tanh", _HIDDEN_ACTS),
+    routing=dict(
+        expert_scale="router.per_expert_scale",
+        router_scale="router.scale",
+        input_norm="pre_feedforward_layernorm_2.weight",
+    ),
+)
+
 _BY_NAMES: Final = {
     "afmoe": ModelType(
         routers=("router.gate",),
@@ -341,11 +355,7 @@ _BY_NAMES: Final = {
         shared_experts=_SHARED,
     ),
     "axk1 axk2 deepseek_ocr2_text dots3_note dots3_note_text glm4_moe_lite unlimited_ocr_text": _ONE_DENSE,
-    "bailing_hybrid": dataclasses.replace(
-        _DEEPSEEK,
-        moe_layers=listed_layers(dense_layers_first(2)),
-        correction_biases=("gate.expert_bias", "gate.e_score_correction_bias"),
-    ),
+    "bailing_hybrid": dataclasses.replace(_DEEPSEEK, moe_layers=listed_layers(dense_layers_first(2))),
     "beam": dataclasses.replace(_THREE_DENSE, shared_experts=()),
     "cohere2_moe": ModelType(
         intermediate_size="intermediate_size",
@@ -372,8 +382,9 @@ _BY_NAMES: Final = {
         activation=_CLAMPED_SILU,
         correction_biases=("gate.bias", "gate.e_score_correction_bias"),
         shared_experts=_SHARED,
-        unsupported_reason=_deepseek_v4_reason,
+        expert_table=_is_hashed,
     ),
+    "diffusion_gemma_text": _GEMMA,
     "ernie4_5_moe": ModelType(
         moe_layers=bounded_step_layers,
         correction_biases=("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
@@ -386,7 +397,10 @@ _BY_NAMES: Final = {
     "flint": dataclasses.replace(
         _QWEN_SHARED, moe_layers=sparse_step_layers((0, 1)), shared_experts=("shared_expert",)
     ),
-    "glm4_moe glm4v_moe_text": dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(1)),
+    "gemma4_text": dataclasses.replace(
+        _GEMMA, moe_layers=lambda config, count: range(count if read_flag(config, "enable_moe_block") else 0)
+    ),
+    "glm4_moe glm4v_moe_text sarvam_mla sarvam_moe": dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(1)),
     "glm5_next glm5_next_text": dataclasses.replace(_THREE_DENSE, activation=_CLAMPED_SILU),
     "gpt_oss": dataclasses.replace(_GPT_OSS, is_interleaved=True),
     "granitemoe": dataclasses.replace(_GRANITE, shared_experts=()),
@@ -400,7 +414,7 @@ _BY_NAMES: Final = {
         correction_biases=("expert_bias", "e_score_correction_bias"),
         shared_experts=("shared_mlp", "shared_experts"),
     ),
-    "hy_v4": dataclasses.replace(_ONE_DENSE, activation=_CLAMPED_SILU),
+    "hy_v4 hy_v4_vl_text": dataclasses.replace(_ONE_DENSE, activation=_CLAMPED_SILU),
     "jamba": ModelType(
         blocks=("feed_forward",),
         routers=("router",),
@@ -409,6 +423,7 @@ _BY_NAMES: Final = {
     ),
     "kimi_linear": dataclasses.replace(_ONE_DENSE, blocks=("block_sparse_moe", "mlp"), projections=_W1_W3_W2),
     "kolibri1": ModelType(outer_correction_bias="moe.router.expert_bias", shared_experts=_SHARED),
+    "lara_mini": ModelType(shared_experts=("shared_expert",)),
     "laguna": dataclasses.replace(
         _ONE_DENSE,
         correction_biases=("experts.e_score_correction_bias", "gate.e_score_correction_bias"),
@@ -448,7 +463,6 @@ _BY_NAMES: Final = {
         moe_layers=nemotron_layers,
         activation=lambda config: _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]}),
         shared_experts=_SHARED,
-        unsupported_reason=_nemotron_reason,
     ),
     "openai_privacy_filter": _GPT_OSS,
     "phimoe": dataclasses.replace(_MIXTRAL, routers=("gate", "router")),

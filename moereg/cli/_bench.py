@@ -72,7 +72,7 @@ class RoutedWeights:
     """The parts of a layer that a run needs, with notes on what the layer lacks."""
 
     weights: ExpertWeights
-    route: Router
+    sample_routes: Router
     notices: tuple[str, ...] = ()
 
 
@@ -214,7 +214,7 @@ def run_layer(flags: ProblemFlags, seed: int) -> Result:
         selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
         # Before the backend sees any of the layer.
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
-        calls = [Call(rows, *built.route(rows)) for rows in (hidden_states, hidden_states.flip(1))]
+        calls = [Call(rows, *built.sample_routes(rows)) for rows in (hidden_states, hidden_states.flip(1))]
         assert len(calls) == _NUM_CALLS
         alone = dataclasses.replace(selection, decisions=(winner,))
         comparison = Comparison(alone, lambda: built.weights, {num_tokens: calls}, phase)

@@ -208,7 +208,7 @@ class _Work:
             else:
                 rows = given[torch.arange(place * count, (place + 1) * count) % len(given)]
                 rows = rows.to(device, problem.torch_dtype)
-            return Call(rows, *layer.route(rows))
+            return Call(rows, *layer.sample_routes(rows))
 
         # Several calls, since a single token's experts would stay in the cache.
         self._calls = {

@@ -199,20 +199,16 @@ class MoELayer(CanonicalModule):
     def from_loaded(cls, loaded: CheckpointLayer, **keywords: Any) -> MoELayer:
         """Makes a layer from the result of `load_experts`; its tensors become the parameters.
 
+        It has no router, so that calls name the experts, where `loaded.route` takes or does more than a `RouterSpec`.
+
         Args:
             loaded: The result of `load_experts`.
             **keywords: `keep_canonical`, `require`, `prefer` and `deny`.
         """
-        made = cls(
-            loaded.problem,
-            loaded.weights,
-            router=loaded.router,
-            router_weight=loaded.router_weight,
-            router_bias=loaded.router_bias,
-            correction_bias=loaded.correction_bias,
-            ep_rank=loaded.ep_rank,
-            **keywords,
-        )
+        names = ("router", "router_weight", "router_bias", "correction_bias")
+        is_other = loaded.router_weight.shape[1] != loaded.problem.hidden_size or loaded.router.has_expert_scale
+        routing = {} if is_other or loaded.expert_table is not None else {name: getattr(loaded, name) for name in names}
+        made = cls(loaded.problem, loaded.weights, **routing, ep_rank=loaded.ep_rank, **keywords)
         made.has_shared_experts = getattr(loaded, "has_shared_experts", False)
         return made
 

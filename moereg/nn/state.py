@@ -233,13 +233,15 @@ def router_tensors(
     sizes = (problem.num_experts, problem.top_k, problem.apply_router_weight_on_input)
     if (router.num_experts, router.top_k, router.apply_router_weight_on_input) != sizes:
         raise ArgumentError(f"router must be of the problem, {problem}, got {router}")
+    if router.has_expert_scale:
+        raise ArgumentError("a MoELayer's router takes no expert_scale; leave router out, and name experts in calls")
     needs_correction = {"correction_bias"} if router.has_correction_bias else set()
     if "correction_bias" in held and not needs_correction:
         raise ArgumentError("this router takes no correction_bias; leave it out, or say has_correction_bias=True")
     rows = {
         "router_weight": (
             (problem.num_experts, problem.hidden_size),
-            torch.float32 if router.fp32_weight else problem.torch_dtype,
+            torch.float32 if router.fp32_logits else problem.torch_dtype,
         ),
         "router_bias": ((problem.num_experts,), problem.torch_dtype),
         "correction_bias": ((problem.num_experts,), torch.float32),
@@ -337,7 +339,7 @@ def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> di
     model = MODEL_TYPES.get(values.get("model_type", ""))
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     found = [] if model is None else [f"{name}." for name in model.routers if f"{name}.weight" in tensors]
-    if model is None or not found:
+    if model is None or model.routing or not found:
         return {}
     try:
         router = RouterSpec.from_config(values)
@@ -352,7 +354,7 @@ def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> di
     ):
         return {}
     bias = tensors.get(f"{found[0]}bias")
-    dtype = torch.float32 if router.fp32_weight else problem.torch_dtype
+    dtype = torch.float32 if router.fp32_logits else problem.torch_dtype
     return {
         "router": router,
         "router_weight": tensors[f"{found[0]}weight"].detach().to(dtype),

@@ -18,7 +18,7 @@ _Keywords = dict[str, Any]
 _Reader = Callable[[Mapping[str, Any]], _Keywords]
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_TOP_K: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 # Publishers' names of the function from logits to scores.
 _SCORING: Final = (
@@ -139,7 +139,7 @@ def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _
     }
 
 
-def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp32_logits: bool = False) -> _Reader:
+def _softmax_topk(renormalize: bool | None = None, default: bool = False, **fields: Any) -> _Reader:
     """Reader for softmax over all experts, then the best.
 
     If `renormalize` is None, `norm_topk_prob` decides, whose value if absent is the default.
@@ -152,7 +152,7 @@ def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp3
             # Some publishers write what the model does anyway; the contrary would be another model.
             normalizes = _require_choice(config, "norm_topk_prob", (renormalize,), renormalize)
         _require_nothing_else(config, scoring="softmax", renormalizes=normalizes)
-        return dict(kind="softmax_topk", renormalize=normalizes, fp32_logits=fp32_logits, **_read_sizes(config))
+        return dict(kind="softmax_topk", renormalize=normalizes, **fields, **_read_sizes(config))
 
     return read
 
@@ -247,17 +247,9 @@ def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
         rounds_scores=not is_large,
         fp32_logits=is_large,
-        fp32_weight=is_large,
         **_read_groups(config, (1, 1)),
         **_read_sizes(config),
     )
-
-
-def _axk2_router(config: Mapping[str, Any]) -> _Keywords:
-    # With groups, experts of other groups would score 0 and beat negative biased scores; no released model has groups.
-    _require_choice(config, "n_group", (1,), 1)
-    _require_choice(config, "topk_group", (1,), 1)
-    return _sigmoid_topk(scaling_factor=2.5)(config)
 
 
 def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
@@ -306,8 +298,6 @@ def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
     return dict(kind="softmax_topk", renormalize=norm is not None, rounds_scores=True, **_read_sizes(ffn))
 
 
-_DEEPSEEK_V3: Final = _sigmoid_topk(scaling_factor=2.5, groups=(8, 4))
-_HUNYUAN: Final = _softmax_topk(True, fp32_logits=True)
 _MINIMAX: Final = functools.partial(_sigmoid_topk, reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False)
 
 _READERS_OF: Final[Mapping[str, _Reader]] = {
@@ -315,7 +305,9 @@ _READERS_OF: Final[Mapping[str, _Reader]] = {
     "mellum qwen3_next qwen3_omni_moe_text qwen4_exp_text": _softmax_topk(default=True),
     "minimax mixtral qwen3_5_moe_text qwen3_vl_moe_text": _softmax_topk(True),
     "jamba": _softmax_topk(False),
-    "hunyuan_v1_moe": lambda config: dict(_HUNYUAN(config), fp32_weight=True),
+    "lara_mini": _softmax_topk(default=True, fp32_logits=True),
+    "hunyuan_v1_moe": _softmax_topk(True, fp32_logits=True),
+    "diffusion_gemma_text gemma4_text": _softmax_topk(True, fp32_logits=True, has_expert_scale=True),
     "dbrx": _dbrx_router,
     "aria_text gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared": _router(
         "topk_softmax", scoring="softmax", renormalizes=True
@@ -325,18 +317,18 @@ _READERS_OF: Final[Mapping[str, _Reader]] = {
     "deepseek_ocr2_text deepseek_v2 unlimited_ocr_text": _deepseek_v2_router,
     "mistral4 mistral_large4_text": _mistral_router,
     # Kimi-K2 is DeepSeek-V3 under its publisher's own name.
-    "axk1 bailing_hybrid deepseek_v3 deepseek_v32 kimi_k2": _DEEPSEEK_V3,
-    "beam": lambda config: dict(_DEEPSEEK_V3(config), fp32_weight=True),
-    "axk2": _axk2_router,
+    "axk1 bailing_hybrid beam deepseek_v3 deepseek_v32 kimi_k2": _sigmoid_topk(scaling_factor=2.5, groups=(8, 4)),
+    # With groups, experts of other groups would score 0 and beat negative biased scores; no released model has groups.
+    "axk2": _sigmoid_topk(scaling_factor=2.5, groups=None),
     "deepseek_v4": _deepseek_v4_router,
     "dots3_note dots3_note_text glm4_moe glm4v_moe_text mimo_v2_flash nemotron_h solar_open": _sigmoid_topk(),
     # Published files say noaux_tc where others say how scores are made.
     "dots1": _sigmoid_topk(renormalize=False, scorings=("sigmoid", "noaux_tc")),
     "glm4_moe_lite": _sigmoid_topk(scaling_factor=1.8),
     "kimi_linear": _sigmoid_topk(scaling_factor=2.446),
-    "exaone_moe glm5_next glm5_next_text glm_moe_dsa": _sigmoid_topk(scaling_factor=2.5),
+    "exaone_moe glm5_next glm5_next_text glm_moe_dsa sarvam_mla sarvam_moe": _sigmoid_topk(scaling_factor=2.5),
     "hy_v3": _sigmoid_topk(scaling="router_scaling_factor", scaling_factor=2.826, reads_renormalize=False, groups=None),
-    "hy_v4": _sigmoid_topk(scaling_factor=2.827),
+    "hy_v4 hy_v4_vl_text": _sigmoid_topk(scaling_factor=2.827),
     "afmoe": _sigmoid_topk(scaling="route_scale", reads_renormalize=False, groups=None, fp32_logits=False),
     "minimax_m2": _MINIMAX(),
     "minimax_m3_vl_text": _MINIMAX(scaling_factor=2.0),
@@ -349,7 +341,6 @@ _READERS_OF: Final[Mapping[str, _Reader]] = {
         scoring="sigmoid",
         renormalize=lambda config: read_flag(config, "norm_topk_prob", True),
         fp32_logits=True,
-        fp32_weight=True,
     ),
     "kolibri1": _router(
         "topk_sigmoid",
@@ -367,7 +358,6 @@ _READERS_OF: Final[Mapping[str, _Reader]] = {
         smallest_sum=lambda config: read_number(config, "moe_norm_min", default=1e-12),
         has_correction_bias=True,
         fp32_logits=True,
-        fp32_weight=True,
     ),
     "phimoe": _router(
         "sparsemixer",
@@ -390,15 +380,14 @@ BY_HAND: Final = (
 )
 
 _REFUSED: Final = {
-    "diffusion_gemma diffusion_gemma_text gemma4 gemma4_text": (
-        "its router reads the residual with a norm of its own, and its experts read another norm of it"
-    ),
     "doge": "its experts are single rows that a product of keys retrieves, not matrices",
     "ernie4_5_vl_moe ernie4_5_vl_moe_text": (
         "each layer has two sets of experts, for text and for images, and the kind of a token decides"
     ),
     "inkling_mm_model inkling_text": "its routing weights are normalized together with those of its shared experts",
-    "inkling2 inkling2_text": "its activation caps gate and up with tanh, which no Activation does",
+    "inkling2 inkling2_loop inkling2_loop_text inkling2_text": (
+        "its activation caps gate and up with tanh, which no Activation does"
+    ),
     "jetmoe": "a bias is added to the sum of its experts, and its attention has experts too",
     "longcat_flash": "its router also chooses experts without weights, which return their input",
     "muse_spark muse_spark_text": "its experts are between two projections, and each ends with a norm",

@@ -51,10 +51,6 @@ _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
 }
 
 
-# Fields of a spec that every kind knows, or that have a check of their own.
-_NOT_OPTIONS: Final = ("kind", "num_experts", "top_k", "has_correction_bias", "fp32_logits", "fp32_weight")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterSpec:
     """How one model routes.
@@ -74,9 +70,10 @@ class RouterSpec:
         rounds_scores: Whether scores are computed in the logits' dtype, not in fp32; rounding may change the choice.
         jitter: Half of the distance within which `sparsemixer` counts logits as near.
         has_correction_bias: Whether `route` needs a bias [E] for the choice.
+        has_expert_scale: Whether `route` needs a factor [E] of each expert's weight (Gemma 4).
         fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
             16-bit. The caller computes the logits and therefore rounds them; rounded logits may choose other experts.
-        fp32_weight: Whether the model keeps its router's weight in fp32 beside 16-bit experts.
+            A checkpoint's router weight then keeps 32 bits.
 
     Raises:
         UnknownNameError: `kind` is not known.
@@ -97,13 +94,13 @@ class RouterSpec:
     jitter: float = 0.0
     rounds_scores: bool = False
     has_correction_bias: bool = False
+    has_expert_scale: bool = False
     fp32_logits: bool = False
-    fp32_weight: bool = False
 
     def __post_init__(self) -> None:
         check_one_of("router kind", self.kind, tuple(_ROUTER_KINDS))
         check_count("num_experts", self.num_experts)
-        for name in ("renormalize", "rounds_scores", "has_correction_bias", "fp32_logits", "fp32_weight"):
+        for name in ("renormalize", "rounds_scores", "has_correction_bias", "has_expert_scale", "fp32_logits"):
             check_flag(name, getattr(self, name))
         for name in ("scaling_factor", "epsilon", "logit_softcap", "smallest_sum", "jitter"):
             check_number(name, getattr(self, name))
@@ -113,12 +110,9 @@ class RouterSpec:
         scored_experts = kind.scored_experts or self.scored_experts
         topk.check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups, scored_experts)
         # An option that is silently ignored would be wrong numbers.
+        others = {name for each in _ROUTER_KINDS.values() for name in each.options} - {*kind.options}
         for field in dataclasses.fields(self):
-            if (
-                field.name not in _NOT_OPTIONS
-                and field.name not in kind.options
-                and getattr(self, field.name) != field.default
-            ):
+            if field.name in others and getattr(self, field.name) != field.default:
                 raise ArgumentError(
                     f"router kind {self.kind!r} does not use {field.name}, got {getattr(self, field.name)}; "
                     "leave it out"
@@ -134,19 +128,23 @@ class RouterSpec:
         return _ROUTER_KINDS[self.kind].apply_router_weight_on_input
 
     def route(
-        self, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+        self,
+        router_logits: torch.Tensor,
+        correction_bias: torch.Tensor | None = None,
+        expert_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses experts.
 
         Args:
             router_logits: [T,E], any floating dtype.
             correction_bias: [E]; given exactly where `has_correction_bias`.
+            expert_scale: [E]; given exactly where `has_expert_scale`.
 
         Returns:
             topk_weights [T,K] fp32 and topk_ids [T,K] int32.
 
         Raises:
-            ArgumentError: The logits are not [T,E] for this spec's E, or the bias is missing or not expected.
+            ArgumentError: The logits are not [T,E] for this spec's E, or bias or scale is missing or not expected.
         """
         check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, E]")
         if router_logits.dim() == 2 and router_logits.shape[1] != self.num_experts:
@@ -154,17 +152,19 @@ class RouterSpec:
                 f"router_logits must have num_experts={self.num_experts} columns, got {router_logits.shape[1]}; "
                 "pass the logits of all experts, not of one rank's"
             )
-        if (correction_bias is not None) != self.has_correction_bias:
-            expected, found = ("[E]", "None") if self.has_correction_bias else ("None", "a tensor")
-            raise ArgumentError(
-                f"correction_bias must be {expected} where has_correction_bias={self.has_correction_bias}, "
-                f"got {found}; pass this layer's e_score_correction_bias exactly where the model has one"
-            )
+        for name, tensor in (("correction_bias", correction_bias), ("expert_scale", expert_scale)):
+            if (tensor is not None) != (is_needed := getattr(self, f"has_{name}")):
+                expected, found = ("[E]", "None") if is_needed else ("None", "a tensor")
+                raise ArgumentError(
+                    f"{name} must be {expected} where has_{name}={is_needed}, got {found}; pass this layer's "
+                    "exactly where the model has one"
+                )
         kind = _ROUTER_KINDS[self.kind]
         options: dict[str, Any] = {name: getattr(self, name) for name in kind.options}
         if kind.takes_correction_bias:
             options["correction_bias"] = correction_bias
-        return kind.route(router_logits, self.top_k, **options)
+        topk_weights, topk_ids = kind.route(router_logits, self.top_k, **options)
+        return topk_weights if expert_scale is None else topk_weights * expert_scale.float()[topk_ids], topk_ids
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RouterSpec:

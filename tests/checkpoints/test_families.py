@@ -16,11 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moereg import cli
-from moereg.checkpoints import load_experts, moe_layers
+from moereg.checkpoints import CheckpointLayer, load_experts, moe_layers
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._manifest import list_layer
 from moereg.checkpoints._models import MODEL_TYPES, _step_reason, count_layers
-from moereg.errors import CheckpointError, MoeregError
+from moereg.errors import ArgumentError, CheckpointError, MoeregError
+from moereg.nn.module import MoELayer
 from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_weights
 from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec
@@ -29,7 +30,6 @@ from tests.checkpoints import published
 from tests.checkpoints.small_checkpoint import CONFIG, write_checkpoint
 from tests.checkpoints.tiny_families import (
     FAMILIES,
-    MODELS,
     SIZES,
     Family,
     find_layers,
@@ -46,11 +46,38 @@ class Routed:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     out: torch.Tensor
+    router_inputs: tuple[torch.Tensor, ...] = ()
+
+    def route(self, layer: CheckpointLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer.route(*(self.router_inputs or (self.hidden_states,)))
+
+
+def run_whole(family: Family, model: Any) -> Routed:
+    """Runs the model on tokens, and listens to a layer's block, its experts and what the block calls."""
+    block, heard = family.block(model), {}
+    tokens = torch.arange(33)[None] * 7 % 64
+    handles = [
+        block.register_forward_pre_hook(lambda _, values: heard.update(block=values[0])),
+        block.experts.register_forward_hook(lambda _, values, out: heard.update(experts=values, out=out)),
+    ]
+    model(tokens)
+    for handle in handles:
+        handle.remove()
+    hidden_states, topk_ids, topk_weights = heard["experts"]
+    size = hidden_states.shape[-1]
+    rows = hidden_states.reshape(-1, size)
+    # A layer that takes what its experts take routes by that too.
+    inputs = rows if family.block(model) is find_layers(model)[family.layer] else heard["block"].flatten(0, -2)
+    is_looked_up = hasattr(getattr(block, "gate", None), "tid2eid")
+    router_inputs = (inputs, tokens[0]) if is_looked_up else (inputs,)
+    return Routed(rows, topk_ids, topk_weights, heard["out"].view(-1, size), router_inputs)
 
 
 @torch.no_grad()
 def run_block(family: Family, model: Any, dtype: torch.dtype = torch.float32) -> Routed:
     """Runs the block and listens to its experts, so that the routing is the model's own."""
+    if family.is_whole:
+        return run_whole(family, model)
     block, num_tokens = family.block(model), 33
     text = model.config.get_text_config()
     size = getattr(text, "hidden_size", None) or text.d_model
@@ -84,7 +111,7 @@ def by_expert(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch
 # With tensors, a router or a config like no other's; the rest take half a second each.
 HARD = ("dbrx", "deepseek_v4", "ernie4_5_moe", "granitemoeshared", "laguna", "minimax_m2", "nemotron_h", "phimoe")
 HARD += ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text")
-ROUTER_WEIGHTS = ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight")
+ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.proj.weight", "gate.wg.weight", "router.layer.weight")
 # Files of transformers with something called experts that no router of tokens feeds.
 NOT_ROUTED = {"vitpose_backbone": "a data set's index chooses its experts"}
 # Model types that publishers write and transformers reads as another, or takes from the file around it.
@@ -96,7 +123,9 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Defaults of config classes that no model can have.
 NO_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "diffusion_gemma_text": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "gemma4_text": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     "deepseek_ocr2_text": {"num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 31},
 }
 
@@ -107,8 +136,10 @@ EACH_FAMILY = pytest.mark.parametrize(
 
 def _family(name: str) -> Family:
     family = FAMILIES[name]
-    if not (MODELS / family.module).is_dir():
-        pytest.skip(f"transformers {transformers.__version__} has no {family.module}, which came later")
+    if not family.is_known:
+        pytest.skip(
+            f"transformers {transformers.__version__} has no {family.config_name or family.module}, which came later"
+        )
     return family
 
 
@@ -131,23 +162,25 @@ def test_a_layer_routes_and_computes_like_the_model(name: str, tmp_path: Path) -
     for path in _save(family, model, tmp_path):
         layer = load_experts(path, family.layer)
         assert layer.model_type == name.partition("-")[0]
-        ids, weights = by_expert(*layer.route(expected.hidden_states))
+        topk_weights, topk_ids = expected.route(layer)
+        ids, weights = by_expert(topk_weights, topk_ids)
         assert torch.equal(ids, own_ids)
         torch.testing.assert_close(weights, own_weights, rtol=1e-6, atol=1e-7)
-        topk_weights, topk_ids = layer.route(expected.hidden_states)
         out = layer.make_kernel()(expected.hidden_states, topk_weights, topk_ids)
         error = relative_error(out, expected.out)
         print(f"family {name} {path.name} {layer.router.kind} {error:.1e}")
         assert error < 1e-6
         assert layer.has_shared_experts == is_shared
-        assert bool(layer.notices) == is_shared
-    blocks = [[part for part, _ in layer.named_modules() if part.endswith(".experts")] for layer in find_layers(model)]
+        assert bool(layer.notices) == (is_shared or family.is_whole)
+    blocks = [
+        [part for part, _ in layer.named_modules() if f".{part}".endswith(".experts")] for layer in find_layers(model)
+    ]
     supported = [index for index, parts in enumerate(blocks) if parts]
     assert list(moe_layers(path)) == supported
 
 
-# transformers rounds their scores to 16 bits before it chooses, so that more of them tie.
-ROUNDED_SCORES = ("mistral4",)
+# transformers rounds their scores, or what their routers read, to 16 bits before it chooses, so that more of them tie.
+ROUNDED_SCORES = ("mistral4", "diffusion_gemma_text", "gemma4_text")
 
 
 # Of those that compute logits in 32 bits, one.
@@ -161,9 +194,11 @@ def test_a_layer_routes_like_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     expected = run_block(family, model, torch.bfloat16)
     layer = load_experts(tmp_path, family.layer)
     weights = [part for part, _ in family.block(model).named_parameters() if part.endswith(ROUTER_WEIGHTS)]
-    assert layer.router_weight.dtype == family.block(model).get_parameter(weights[0]).dtype
+    # Of those with logits in fp32, transformers keeps most in fp32 too, and before 5.24 a few.
+    own_dtype = family.block(model).get_parameter(weights[0]).dtype
+    assert layer.router_weight.dtype == (torch.float32 if layer.router.fp32_logits else own_dtype)
     own_ids, own_weights = by_expert(expected.topk_weights, expected.topk_ids)
-    ids, weights = by_expert(*layer.route(expected.hidden_states))
+    ids, weights = by_expert(*expected.route(layer))
     is_same = (ids == own_ids).all(dim=-1)
     assert is_same.sum() >= len(ids) - (2 if name in ROUNDED_SCORES else 0)
     # transformers rounds the weights of some models to 16 bits, and of a few their scores before; of these it does not.
@@ -260,7 +295,7 @@ def _facts(model_type: str, config: Mapping[str, Any]) -> list[Any]:
 def test_an_absent_entry_has_the_default_of_its_own_family(model_type: str) -> None:
     # All entries have their defaults here, so that leaving one out must change nothing.
     name = next(name for name in FAMILIES if name.partition("-")[0] == model_type)
-    full = {**_family(name).model_class.config_class().to_dict(), **NO_DEFAULTS.get(model_type, {})}
+    full = {**_family(name).config_class().to_dict(), **NO_DEFAULTS.get(model_type, {})}
     full["model_type"] = model_type
     config = _Recording(full)
     expected = _facts(model_type, config)
@@ -410,7 +445,7 @@ def test_the_config_of_another_family_is_refused(tmp_path: Path, name: str) -> N
     ("name", "changes", "expected"),
     [
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input .* in [False], got"),
-        ("axk2", {"n_group": 4}, "n_group .* must be in [1], got 4"),
+        ("axk2", {"n_group": 4}, "n_group .* must be in [1, 0], got 4"),
         ("minimax_m2", {"norm_topk_prob": False}, "norm_topk_prob .* must be in [True], got False"),
         ("hunyuan_v1_moe", {"moe_topk": [2, 2, 3, 3]}, "moe_topk .* must be a whole number of at least 1, got [2, 2"),
         (
@@ -432,9 +467,7 @@ def test_a_router_with_a_setting_that_is_not_known(name: str, changes: dict[str,
 @pytest.mark.parametrize(
     ("name", "layer", "changes", "reason"),
     [
-        ("deepseek_v4", 0, {}, "its experts are looked up by the token's id"),
         ("step3p5", 1, {"swiglu_limits": [0.0, 7.0, 0.0, 0.0]}, "its experts clamp silu(gate)"),
-        ("nemotron_h", 1, {"moe_latent_size": 8}, "its experts are between two projections to a latent size"),
     ],
 )
 def test_a_layer_that_is_not_read_says_why(
@@ -538,10 +571,106 @@ def test_correction_bias_keeps_32_bits(tmp_path: Path) -> None:
     saved("deepseek_v3", tmp_path, torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
     bias = tensors["model.layers.3.mlp.gate.e_score_correction_bias"] = torch.rand(8)
+    # So does the router's weight, which some files have in fp32 too.
+    weight = tensors["model.layers.3.mlp.gate.weight"] = torch.rand(8, 48)
     save_file(tensors, tmp_path / "model.safetensors")
     layer = load_experts(tmp_path, 3)
-    assert layer.router_weight.dtype == torch.bfloat16
+    assert torch.equal(layer.router_weight, weight)
     assert torch.equal(layer.correction_bias, bias)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.is_whole])
+def test_a_layer_whose_router_reads_more_says_so_and_is_run_by_the_commands(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = _family(name)
+    family.make().save_pretrained(tmp_path)
+    layer = load_experts(tmp_path, family.layer)
+    assert re.search(
+        r"route (also takes|takes the block's H=48)|experts and route read what .*norm_2 puts", layer.notices[0]
+    )
+    for command in ("run", "explain"):
+        assert cli.main([command, "--checkpoint", str(tmp_path), "--layer", str(family.layer), "--tokens", "5"]) == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert layer.notices[0].removeprefix(f"layer {family.layer}: ")[:30] in found
+    module = MoELayer.from_loaded(layer)
+    assert module.router is None
+    if layer.router.has_expert_scale:
+        with pytest.raises(ArgumentError, match="takes no expert_scale; leave router out, and name experts in calls"):
+            MoELayer(layer.problem, router=layer.router)
+    hidden_states = torch.randn(5, layer.problem.hidden_size)
+    routes = layer.sample_routes(hidden_states)
+    torch.testing.assert_close(module(hidden_states, *routes), layer.make_kernel()(hidden_states, *routes))
+    table = layer.expert_table
+    wrong = None if table is None else torch.zeros(4, dtype=torch.long)
+    if table is None:
+        wrong = torch.zeros(5, dtype=torch.long)
+    with pytest.raises(
+        ArgumentError, match=r"token_ids must be (None|\[5\]) where .* chooses experts, got \[[45]\]; pass"
+    ):
+        layer.route(torch.randn(5, layer.router_weight.shape[1]), wrong)
+
+
+def test_an_expert_that_a_table_names_twice_is_weighed_like_the_model(tmp_path: Path) -> None:
+    family = _family("deepseek_v4-hash")
+    model = family.make()
+    table = family.block(model).gate.tid2eid
+    table.copy_(torch.tensor([[5, 2, 5]]).expand_as(table))
+    model.save_pretrained(tmp_path)
+    expected = run_block(family, model)
+    ids, weights = by_expert(*expected.route(load_experts(tmp_path, family.layer)))
+    own_ids, own_weights = by_expert(expected.topk_weights, expected.topk_ids)
+    assert torch.equal(ids, own_ids)
+    torch.testing.assert_close(weights, own_weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "expected"),
+    [
+        (
+            "deepseek_v4-hash",
+            "ffn.gate.tid2eid",
+            lambda table: table + 1,
+            "tid2eid must name experts 0..7, got 1..8; take",
+        ),
+        (
+            "deepseek_v4-hash",
+            "ffn.gate.tid2eid",
+            lambda table: table - 1,
+            "tid2eid must name experts 0..7, got -1..6; t",
+        ),
+        ("deepseek_v4-hash", "ffn.gate.tid2eid", lambda table: table[:, :2], "tid2eid must be [64, 3] or [1, 64, 3]"),
+        ("deepseek_v4-hash", "ffn.gate.tid2eid", None, "tid2eid' is missing"),
+        (
+            "gemma4_text",
+            "pre_feedforward_layernorm_2.weight",
+            lambda norm: norm * 0,
+            "must have no zeros, got some; give",
+        ),
+        ("gemma4_text", "router.per_expert_scale", lambda scale: scale[:4], "per_expert_scale must be [8] or [1, 8]"),
+        ("gemma4_text", "router.scale", None, "router.scale' is missing"),
+        ("nemotron_h-latent", "mixer.gate.weight", lambda weight: weight[:, :24], "gate.weight must be [8, 48] where"),
+        (
+            "nemotron_h-latent",
+            "mixer.experts.0.up_proj.weight",
+            lambda weight: weight[:, :20],
+            "must be [16, 24] where",
+        ),
+    ],
+)
+def test_tensors_of_routers_that_do_not_fit(name: str, tensor: str, change: Any, expected: str, tmp_path: Path) -> None:
+    family = _family(name)
+    tensors = _released(family, family.make(), tmp_path)
+    (full,) = (found for found in tensors if found.endswith(f"layers.{family.layer}.{tensor}"))
+    if change is None:
+        del tensors[full]
+    else:
+        tensors[full] = change(tensors[full]).contiguous()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    write_checkpoint(broken, json.loads((tmp_path / "released" / "config.json").read_text()), tensors)
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        load_experts(broken, family.layer)
 
 
 def test_fused_tensors_are_read_expert_by_expert(tmp_path: Path, reads: list[tuple[str, int | None]]) -> None:

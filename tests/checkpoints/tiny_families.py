@@ -46,6 +46,8 @@ class Family:
         model: Its class; its config class is the class's.
         options: Of the config, beside `SIZES`.
         layer: A layer with experts.
+        config_name: Its config's class, if it is not the model class's own: `module.Class`.
+        is_whole: Whether router or experts read more than the block's input, so that the whole model is run.
         scaling: What the block multiplies the experts' sum by; our routing weights hold it.
     """
 
@@ -53,14 +55,29 @@ class Family:
     model: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layer: int = 3
+    config_name: str = ""
+    is_whole: bool = False
     scaling: Callable[[Any], float] = lambda config: 1.0
 
     @functools.cached_property
     def model_class(self) -> Any:
         return getattr(importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}"), self.model)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the installed transformers has it."""
+        return all((MODELS / name.partition(".")[0]).is_dir() for name in (self.module, self.config_name or "."))
+
+    @property
+    def config_class(self) -> Any:
+        return (
+            getattr(transformers, self.config_name.partition(".")[2])
+            if self.config_name
+            else self.model_class.config_class
+        )
+
     def config(self) -> Any:
-        kind = self.model_class.config_class
+        kind = self.config_class
         default = kind()
         sizes = {name: value for name, value in SIZES.items() if name not in self.options and has_entry(default, name)}
         return kind(**sizes, **self.options)
@@ -74,14 +91,19 @@ class Family:
         model = self.model_class(config).eval()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if ".layers." in f".{name}" or ".blocks." in name:
+                if ".layers." in f".{name}" or ".blocks." in name or "embed_tokens" in name:
                     std = 0.1 if name.endswith("bias") else 0.4
                     if tensor.is_floating_point() and tensor.numel():
                         tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+                    if name.endswith("tid2eid"):
+                        lists = [torch.randperm(8, generator=generator)[: tensor.shape[1]] for _ in range(len(tensor))]
+                        tensor.copy_(torch.stack(lists))
         return model
 
     def block(self, model: Any) -> Any:
         layer = find_layers(model)[self.layer]
+        if hasattr(layer, "experts"):  # Gemma.
+            return layer
         names = ("mlp", "feed_forward", "block_sparse_moe", "mixer", "ffn")
         return next(block for name in names if hasattr(block := getattr(layer, name, None), "experts"))
 
@@ -118,12 +140,17 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM"),
     "deepseek_v32": Family("deepseek_v32", "DeepseekV32ForCausalLM"),
     "deepseek_v4": Family("deepseek_v4", "DeepseekV4ForCausalLM", {"swiglu_limit": 1.5}),
+    "deepseek_v4-hash": Family("deepseek_v4", "DeepseekV4ForCausalLM", layer=1, is_whole=True),
+    "diffusion_gemma_text": Family("diffusion_gemma", "DiffusionGemmaEncoderTextModel",
+        {"top_k_experts": 3}, is_whole=True),
     "dots1": Family("dots1", "Dots1ForCausalLM", {"n_shared_experts": 1}),
     "dots3_note_text": Family("dots3_note", "Dots3NoteForCausalLM", {"num_key_value_heads": 4, "use_dsa": False}),
     "ernie4_5_moe": Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", {"moe_num_experts": 8, "moe_k": 3}),
     "exaone_moe": Family("exaone_moe", "ExaoneMoeForCausalLM"),
     "flex_olmo": Family("flex_olmo", "FlexOlmoForCausalLM"),
     "flint": Family("flint", "FlintForCausalLM"),
+    "gemma4_text": Family("gemma4", "Gemma4ForCausalLM",
+        {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "top_k_experts": 3}, is_whole=True),
     "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _TYPES),
     "glm4v_moe_text": Family("glm4v_moe", "Glm4vMoeTextModel"),
@@ -139,12 +166,15 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", {"moe_topk": [3, 3, 3, 3]}),
     "hy_v3": Family("hy_v3", "HYV3ForCausalLM", {**_TYPES, "router_scaling_factor": 1.3}),
     "hy_v4": Family("hy_v4", "HYV4ForCausalLM", {"swiglu_limit": 1.5}),
+    "hy_v4_vl_text": Family("hy_v4_vl", "HYV4VLTextModel",
+        {"swiglu_limit": 1.5, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}),
     "jamba": Family("jamba", "JambaForCausalLM"),
     "kimi_linear": Family("kimi_linear", "KimiLinearForCausalLM"),
     "kolibri1": Family("kolibri1", "Kolibri1ForCausalLM"),
     "laguna": Family("laguna", "LagunaForCausalLM",
         {"moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 1.3},
         scaling=lambda config: float(config.moe_routed_scaling_factor)),
+    "lara_mini": Family("lara_mini", "LaraMiniForCausalLM"),
     "lfm2_moe": Family("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe-unbiased": Family("lfm2_moe", "Lfm2MoeForCausalLM",
         {"layer_types": ["conv", "full_attention"] * 2, "use_expert_bias": False, "norm_topk_prob": False}),
@@ -160,6 +190,8 @@ FAMILIES: dict[str, Family] = {
     "mistral_large4_text": Family("mistral_large4", "MistralLarge4TextModel"),
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
     "nemotron_h": Family("nemotron_h", "NemotronHForCausalLM", {"moe_shared_expert_intermediate_size": 16}, layer=1),
+    "nemotron_h-latent": Family("nemotron_h", "NemotronHForCausalLM",
+        {"moe_shared_expert_intermediate_size": 16, "moe_latent_size": 24}, layer=1, is_whole=True),
     "olmoe": Family("olmoe", "OlmoeForCausalLM"),
     "openai_privacy_filter": Family("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification",
         scaling=lambda config: float(config.num_experts_per_tok)),
@@ -171,6 +203,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_omni_moe_text": Family("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel", {"decoder_sparse_step": 2}),
     "qwen3_vl_moe_text": Family("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
     "qwen4_exp_text": Family("qwen4_exp", "Qwen4ExpForCausalLM", {"layer_types": ["linear_attention"] * 4}),
+    "sarvam_mla": Family("deepseek_v3", "DeepseekV3ForCausalLM", config_name="sarvam_mla.SarvamMLAConfig"),
+    "sarvam_moe": Family("glm4_moe", "Glm4MoeForCausalLM", config_name="sarvam_moe.SarvamMoEConfig"),
     "solar_open": Family("solar_open", "SolarOpenForCausalLM"),
     "step3p5": Family("step3p7", "Step3p7TextModel",
         {"share_expert_dim": 16, "moe_router_scaling_factor": 1.3, "swiglu_limits": [0.0, 0.0, 7.0, 0.0], **_TYPES},

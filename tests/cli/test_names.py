@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moereg.dispatch import explain_backends
+from moereg.errors import UnknownPlatformError
 from moereg.platforms import PRODUCTS, Platform, platform_of_product
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.problem import MoEProblem
@@ -54,22 +55,63 @@ def test_schemes_for_people(call: Call) -> None:
 def test_products_are_platforms() -> None:
     for product, name in PRODUCTS.items():
         assert str(Platform.from_name(product)) == name
-    for name in ("NVIDIA H100", "h-100", "GeForce RTX 5090", "Instinct MI300X", "AMD Instinct mi300x"):
-        assert platform_of_product(name) in ("cuda:sm90", "cuda:sm120", "rocm:gfx942")
-    # As drivers call them.
-    for name, arch in {
-        "A100 80GB": "sm80",
-        "NVIDIA A100-SXM4-40GB": "sm80",
-        "NVIDIA H100 80GB HBM3": "sm90",
-        "H100 PCIe": "sm90",
-    }.items():
-        assert platform_of_product(name) == f"cuda:{arch}"
-    assert platform_of_product("80GB") is platform_of_product("A100 of 80GB") is None
-    assert platform_of_product("cuda:sm90") is None
-    assert platform_of_product("h1000") is None
     assert explain_backends(
         MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2), "h100"
     ).platform == Platform("cuda", "sm90")
+
+
+NAMED: dict[str, str] = {
+    "sm70": "V100; Tesla V100-SXM2-32GB",
+    "sm75": "Tesla T4; RTX 2080 Ti",
+    "sm80": "A100 80GB; NVIDIA A100-SXM4-40GB; a30; A800",
+    "sm86": "RTX 3050; GeForce RTX 3060 Ti; 3070 ti; 3080; NVIDIA GeForce RTX 3090 Ti; RTX A6000; A6000; A5000; A4000; "
+    "A2; A10; NVIDIA A10G; A16; A40; GeForce RTX 3080 Laptop GPU",
+    "sm87": "Jetson AGX Orin 64GB; Orin NX; Jetson Orin Nano",
+    "sm89": "RTX 4050; 4060; RTX 4060 Ti; RTX 4070 SUPER; NVIDIA GeForce RTX 4070 Ti SUPER; rtx-4080; RTX 4080 SUPER; "
+    "4090; RTX 4090 D; NVIDIA RTX 6000 Ada Generation; 6000 Ada; RTX 5000 Ada; RTX 4500 Ada; RTX 4000 SFF Ada; "
+    "RTX 2000 Ada; NVIDIA L4; L20; L40; L40S",
+    "sm90": "NVIDIA H100 80GB HBM3; H100 PCIe; H100 NVL; HGX H200; H20-3e; GH200 480GB; NVIDIA_H100_80GB_HBM3",
+    "sm100": "B200; DGX B200; GB200 NVL72",
+    "sm103": "B300; GB300 NVL72",
+    "sm110": "Thor; Jetson Thor; NVIDIA Thor; Jetson AGX Thor Developer Kit; Jetson T5000; T4000",
+    "sm120": "RTX 5050; rtx5060; RTX 5060 Ti; 5070; GeForce RTX 5070 Ti; 5080; NVIDIA GeForce RTX 5090; RTX 5090 D; "
+    "RTX PRO 6000; NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition; PRO 6000; "
+    "RTX PRO 6000 Blackwell Server Edition; RTX PRO 5000 Blackwell; RTX PRO 4500 Blackwell; "
+    "RTX PRO 4000 Blackwell SFF Edition; RTX PRO 2000 Blackwell",
+    "sm121": "GB10; NVIDIA GB10; DGX Spark",
+    "gfx90a": "MI210; AMD Instinct MI250X",
+    "gfx942": "MI300; MI300A; MI300X; AMD Instinct MI300X OAM; AMD_Instinct_MI325X; MI325",
+    "gfx950": "MI350; MI350X; MI355; AMD Instinct MI355X",
+}
+"""As people and drivers write them; NVIDIA's and AMD's own tables name the architectures."""
+
+
+@pytest.mark.parametrize("arch", NAMED)
+def test_machines_go_by_the_names_that_people_write(arch: str) -> None:
+    for name in NAMED[arch].split("; "):
+        assert Platform.from_name(name).arch == arch, name
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("rtx 5065", "rtx50"),
+        ("NVIDIA RTX 4095", "rtx409"),
+        ("mi310x", "mi3"),
+        ("jetson thorr", "thor"),
+        ("L4S", "l40s"),
+        ("RTX 6000", "6000"),  # Turing's, Ampere's, Ada's and Blackwell's are called so.
+        ("h1000", "h100"),
+    ],
+)
+def test_an_unknown_machine_names_close_ones(name: str, near: str) -> None:
+    with pytest.raises(UnknownPlatformError, match=f"unknown platform '{name}', did you mean .*{near}"):
+        Platform.from_name(name)
+
+
+@pytest.mark.parametrize("name", ["80GB", "A100 of 80GB", "cuda:sm90", "6000", "rtx", "blackwell", "q", ""])
+def test_what_is_no_product(name: str) -> None:
+    assert platform_of_product(name) is None
 
 
 def test_what_schemes_are_called_are_schemes() -> None:

@@ -168,4 +168,4 @@ def test_a_seed_is_a_layer() -> None:
     tokens = [_bench.random_hidden_states(problem, 4, seed, device) for seed in (0, 0, 1)]
     assert torch.equal(tokens[0], tokens[1])
     assert not torch.equal(tokens[0], tokens[2])
-    assert all(map(torch.equal, layers[0].route(tokens[0]), layers[1].route(tokens[1])))
+    assert all(map(torch.equal, layers[0].sample_routes(tokens[0]), layers[1].sample_routes(tokens[1])))

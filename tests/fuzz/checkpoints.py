@@ -198,7 +198,7 @@ def broken_promise(case: Mapping[str, Any]) -> str | None:
         if isinstance(loaded, CheckpointLayer) and not arguments:
             if loaded.problem != results.get("read_problem"):
                 return f"load_experts loaded {loaded.problem}, read_problem said {results.get('read_problem')}"
-            loaded.route(torch.ones(1, loaded.problem.hidden_size, dtype=loaded.router_weight.dtype))
+            loaded.sample_routes(torch.ones(1, loaded.problem.hidden_size, dtype=loaded.problem.torch_dtype))
     return None
 
 

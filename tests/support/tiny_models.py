@@ -58,6 +58,7 @@ SPECIAL: Final[dict[str, dict[str, Any]]] = {
     "glm4v_moe_text": {
         "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
     },
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": _HYBRID,
