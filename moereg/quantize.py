@@ -17,6 +17,7 @@ from moereg.weights.quantize_weights import (
     dequantize_rows,
     dequantize_weights,
     expert_matrix,
+    quantize_matrices,
     quantize_weights,
     row_blocks,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "pack_nibbles",
     "quantize_activations",
     "quantize_dequantize_activations",
+    "quantize_matrices",
     "quantize_weights",
     "row_blocks",
     "spans_tokens",

@@ -28,17 +28,33 @@ from moereg.arguments import check_flag, check_text
 from moereg.dispatch import Names, explain_backends, select_backend
 from moereg.errors import ArgumentError, UnsupportedProblemError, one_line, shown
 from moereg.evidence.ledger import evidence_of
-from moereg.integrations._experts import memory, serving, training
+from moereg.integrations._experts import memory, quantized, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
+from moereg.integrations._experts.packed import is_packed
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.warm_up import WarmUp, check_token_counts
 from moereg.platforms import Platform, platform_of
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "refresh", "register", "restore", "warm_up"]
+__all__ = [
+    "LayerChoice",
+    "PreparedModel",
+    "QuantizedModel",
+    "dequantize_experts",
+    "explain_model",
+    "prepare",
+    "quantize_experts",
+    "quantize_on_load",
+    "refresh",
+    "register",
+    "restore",
+    "warm_up",
+]
 
 _NAME: Final = "moereg"
 _LOGGER: Final = logging.getLogger("moereg")
@@ -358,6 +374,106 @@ def restore(model: torch.nn.Module) -> None:
             if found is not None:
                 found.give_back()
                 serving.detach(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedModel:
+    """Result of `quantize_experts`.
+
+    Attributes:
+        schemes: The scheme of each layer with experts, by dotted name.
+        bytes_before: Bytes of the model's parameters and buffers before.
+        bytes_after: The same after.
+    """
+
+    schemes: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        """One line."""
+        schemes = ", ".join(dict.fromkeys(self.schemes.values()))
+        return (
+            f"experts of {len(self.schemes)} layers in {schemes}; weights: {format_bytes(self.bytes_before)} before, "
+            f"{format_bytes(self.bytes_after)} now"
+        )
+
+
+def quantize_experts(
+    model: torch.nn.Module,
+    scheme: QuantScheme | str | None = None,
+    *,
+    weights: Callable[[int], ExpertWeights] | None = None,
+) -> QuantizedModel:
+    """Stores a model's experts quantized and freezes them, so that adapters above them train.
+
+    Each parameter keeps its name, shape and dtype. PEFT's `target_parameters` finds it, moereg runs the experts on the
+    quantized weights and takes adapters by their factors, and every other operation on it restores its values.
+    Layers are quantized one by one.
+
+    Args:
+        model: A model whose experts use transformers' interface, each layer on one device.
+        scheme: A scheme or its name, for experts in 16 or 32 bits; None for those that are quantized already:
+            `FP8Experts`, whose tensors are taken as they are.
+        weights: Gives quantized weights of the layer of that index instead of the model's own, such as
+            `lambda layer: moereg.load_experts(path, layer).weights`.
+
+    Returns:
+        Each layer's scheme, and memory before and after; `print` shows it.
+
+    Raises:
+        ArgumentError: A layer cannot be quantized; says why. Layers before it are quantized.
+        UnknownSchemeError: No scheme has that name.
+    """
+    register()
+    found = find_experts(model)
+    if not found:
+        raise ArgumentError(f"{type(model).__name__} has no routed experts that moereg knows")
+    wanted = None if scheme is None else quantized.check_scheme(scheme)
+    restore(model)
+    before = memory.held_bytes(model)
+    for each in found:
+        quantized.packable(each)
+    for each in found:
+        if weights is None:
+            quantized.quantize_layer(each, wanted, _hidden_dtype(model))
+        else:
+            quantized.put(each, weights(quantized.layer_index(each)), _hidden_dtype(model))
+    schemes = {each.name: quantized.scheme_of(each.module).name for each in found}
+    result = QuantizedModel(schemes, before, memory.held_bytes(model))
+    _LOGGER.info("%s", result)
+    return result
+
+
+def quantize_on_load(scheme: QuantScheme | str | None = None) -> Any:
+    """A `quantization_config` for `from_pretrained`, which quantizes experts while a model loads.
+
+    A checkpoint in 16 bits is quantized layer by layer, so that at most one layer is there in 16 bits. Of a checkpoint
+    with quantized experts, such as gpt-oss's MXFP4, those are read as they are by `load_experts`.
+
+    Args:
+        scheme: As in `quantize_experts`; None for a checkpoint with quantized experts.
+
+    Raises:
+        ArgumentError: As in `quantize_experts`, from `from_pretrained` too, or transformers is missing or too old.
+        UnknownSchemeError: No scheme has that name.
+    """
+    register()
+    from moereg.integrations._experts.loading import ExpertsConfig
+
+    return ExpertsConfig(None if scheme is None else quantized.check_scheme(scheme))
+
+
+def dequantize_experts(model: torch.nn.Module) -> None:
+    """Undoes `quantize_experts`, but for the rounding: parameters hold the restored values in their dtype.
+
+    Args:
+        model: A model; experts that are not quantized stay as they are. `merge_and_unload` merges adapters afterwards.
+    """
+    restore(model)
+    for module in model.modules():
+        if is_packed(module):
+            quantized.dequantize_layer(module)
 
 
 def explain_model(

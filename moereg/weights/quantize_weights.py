@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -71,24 +71,70 @@ def quantize_weights(
             )
     for name in MATRICES:
         halves = weights.num_halves if name == "w13" else 1
-        for expert, matrix in enumerate(getattr(weights, name)):
-            quantized = _quantize_matrix(matrix, scheme.weight, halves, separate_halves)
-            if not quantized.scale.float().isfinite().all():
-                raise ArgumentError(
-                    f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
-                    "look at the checkpoint"
-                )
-            parts: dict[TensorRole, torch.Tensor | None] = {
-                "weight": quantized.q,
-                "scale": quantized.scale,
-                "scale_2": quantized.scale_2,
-                "zero_point": quantized.zero_point,
-            }
-            for role, value in parts.items():
-                if value is not None:
-                    target = tensors[tensor_name(name, role)][expert]
-                    target.copy_(value.view(target.shape))
+        _quantize_into(tensors, name, getattr(weights, name), scheme.weight, halves, separate_halves)
     return ExpertWeights(**tensors, quant=scheme)
+
+
+@in_plain_torch
+def quantize_matrices(
+    name: str,
+    matrices: Iterable[torch.Tensor],
+    sizes: tuple[int, int, int],
+    scheme: QuantScheme,
+    num_halves: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Rounds the matrices of one kind alone, as `quantize_weights` does.
+
+    Args:
+        name: `w13` or `w2`.
+        matrices: One per expert, [rows, columns].
+        sizes: Experts, rows and columns.
+        scheme: With quantized weights.
+        num_halves: 2 if `w13` has gate and up rows, else 1.
+        device: The matrices'.
+
+    Returns:
+        Tensors by field of `ExpertWeights`, without activation scales.
+    """
+    num_experts, num_rows, columns = sizes
+    hidden, width = (columns, num_rows // num_halves) if name == "w13" else (num_rows, columns)
+    rows = scheme.tensor_rows(num_experts, hidden, width, num_halves if name == "w13" else 1, has_bias=False)
+    tensors = {
+        row.name: torch.empty(row.shapes[0], dtype=row.dtype, device=device)
+        for row in rows
+        if row.matrix == name and row.role != "activation_scale"
+    }
+    assert scheme.weight is not None
+    _quantize_into(tensors, name, matrices, scheme.weight, num_halves, separate=False)
+    return tensors
+
+
+def _quantize_into(
+    tensors: Mapping[str, torch.Tensor],
+    name: str,
+    matrices: Iterable[torch.Tensor],
+    fmt: QuantFormat,
+    halves: int,
+    separate: bool,
+) -> None:
+    for expert, matrix in enumerate(matrices):
+        quantized = _quantize_matrix(matrix, fmt, halves, separate)
+        if not quantized.scale.float().isfinite().all():
+            raise ArgumentError(
+                f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
+                "look at the checkpoint"
+            )
+        parts: dict[TensorRole, torch.Tensor | None] = {
+            "weight": quantized.q,
+            "scale": quantized.scale,
+            "scale_2": quantized.scale_2,
+            "zero_point": quantized.zero_point,
+        }
+        for role, value in parts.items():
+            if value is not None:
+                target = tensors[tensor_name(name, role)][expert]
+                target.copy_(value.view(target.shape))
 
 
 @in_plain_torch

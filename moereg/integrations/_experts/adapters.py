@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
+from moereg.integrations._experts.packed import PackedExperts
 from moereg.weights.adapters import ExpertAdapters
 
 _FACTORS: Final = "_LoraFactorsProxy"
@@ -68,7 +69,10 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
 
 
 def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
-    """Adapters of a module with canonical parameters, in a call of it; None if it has none, or a clause why not."""
+    """Adapters of a module in a call of it, in canonical order; None if it has none, or a clause why not.
+
+    Its parameters are canonical, or quantized.
+    """
     if not parametrize.is_parametrized(module):
         return None
     fields: dict[str, Any] = {}
@@ -76,7 +80,10 @@ def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
         factors, matrix = factors_of(module, name), _MATRICES.get(name)
         if factors is None or matrix is None:
             return _reason(module, name)
-        fields |= {f"{matrix}_a": factors.right, f"{matrix}_b": factors.left, f"{matrix}_scaling": factors.scaling}
+        b, a = factors.left, factors.right
+        if isinstance(factors.base, PackedExperts):
+            b, a = factors.base.form.factors(b, a)
+        fields |= {f"{matrix}_a": a, f"{matrix}_b": b, f"{matrix}_scaling": factors.scaling}
     return ExpertAdapters(**fields)
 
 
@@ -115,7 +122,8 @@ def _skip_check(kind: Any) -> bool:
 
     @functools.wraps(compute)
     def forward(self: Any, weight: torch.Tensor) -> Any:
-        is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not hasattr(weight, "moereg_is_checked")
+        plain = (torch.Tensor, torch.nn.Parameter, PackedExperts)
+        is_plain = type(weight) in plain and not hasattr(weight, "moereg_is_checked")
         if vars(self).pop("_moereg_is_new", False) and is_plain:
             return torch.empty_like(weight, device="meta")
         return compute(self, weight)

@@ -12,6 +12,7 @@ from moereg.dispatch import select_backend
 from moereg.errors import MoeregError, one_line
 from moereg.integrations._experts.adapters import adapters_of, parameter_of, rank_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.integrations._experts.packed import FROZEN, is_packed, stored_in
 from moereg.integrations._experts.serving import (
     NOT_IN_COMPILED_CODE,
     ServedExperts,
@@ -36,6 +37,7 @@ class Trainer:
     """Differentiable calls of a module's experts.
 
     Its kernel keeps no weights: each call reads the module's parameters where they are, whoever wrote or moved them.
+    Quantized ones are frozen, and the kernel shares the tensors that they are stored in.
 
     Attributes:
         problem: The layer with all gradients, of which a backward pass computes what autograd asks for.
@@ -48,6 +50,7 @@ class Trainer:
         self._module = weakref.ref(module)
         self._live = live
         self._selection = selection
+        self._stored = _stored(module, live) if self.is_frozen else ()
         self._kernel: MoEKernel | None = None
 
     def training_kernel(self) -> MoEKernel:
@@ -56,26 +59,42 @@ class Trainer:
             module = self._module()
             assert module is not None, "a layer's first call is a forward pass"
             with torch.no_grad():
-                tensors: dict[str, Any] = self._tensors(module)
-                weights = ExpertWeights(**tensors)
+                if self.is_frozen:
+                    weights = self._live.canonical(module)
+                else:
+                    tensors: dict[str, Any] = self._tensors(module)
+                    weights = ExpertWeights(**tensors)
                 made = functools.partial(make_kernel, self.problem, weights, self._selection)
                 kernel = outside_pools(made, weights.w13.device)
-            kernel.held.read_from(dict)  # Each call brings its tensors.
+            if not self.is_frozen:
+                kernel.held.read_from(dict)  # Each call brings its tensors.
             self._kernel = kernel
         return self._kernel
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the weights are quantized."""
+        return self.problem.quant.weight is not None
+
+    def serves(self, module: torch.nn.Module) -> bool:
+        """Whether its kernel has the module's tensors still, which may be replaced by others of the same kind."""
+        return not self.is_frozen or all(
+            one is other for one, other in zip(self._stored, _stored(module, self._live), strict=True)
+        )
 
     def run(
         self, module: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """Runs the module as part of autograd's graph; arguments and result as in `ServedExperts.run`."""
-        problem, tensors, adapters = self.problem, self._tensors(module), adapters_of(module)
+        problem, adapters = self.problem, adapters_of(module)
+        tensors = {} if self.is_frozen else self._tensors(module)
         assert not isinstance(adapters, str), "a plan is made for adapters that can be taken"
         if adapters is not None:
             adapters = adapters.computed_in(problem.torch_dtype)
         rows = hidden_states.reshape(-1, problem.hidden_size).to(problem.torch_dtype).contiguous()
         ids = topk_ids.reshape(rows.shape[0], problem.top_k).to(torch.int32).contiguous()
         weights = topk_weights.reshape(ids.shape).to(torch.float32).contiguous()
-        check_call(problem, tensors["w13"].device, rows, weights, ids, None)
+        check_call(problem, next(module.parameters()).device, rows, weights, ids, None)
         out = run_training(problem, rows, weights, ids, tensors, self.handle, adapters)
         return out.reshape(hidden_states.shape).to(hidden_states.dtype)
 
@@ -87,6 +106,10 @@ class Trainer:
         }
 
 
+def _stored(module: torch.nn.Module, live: LiveExperts) -> tuple[torch.Tensor, ...]:
+    return tuple(each for name in live.parameters for each in stored_in(parameter_of(module, name)))
+
+
 def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
     """How moereg trains a module in a call with that top_k, or why it does not, as a clause."""
     adapters = adapters_of(module)
@@ -96,12 +119,18 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
     found = served(module)
     key = (top_k, rank, *kinds_of(module))
     is_compiling = torch.compiler.is_compiling()
-    if found is None or key not in found.trainers:
+    known = None if found is None else found.trainers.get(key)
+    if found is not None and isinstance(known, Trainer) and not known.serves(module):
+        found.trainers.clear()  # Their kernels hold the old tensors.
+        known = None
+    if known is None:
         answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank)
     else:
-        answer = found.trainers[key]
+        answer = known
     if isinstance(answer, str):
         return answer
+    if answer.is_frozen and any(each.requires_grad for each in module.parameters()):
+        return f"its parameters require gradients, and {FROZEN}"
     if not is_compiling:
         try:
             answer.training_kernel()
@@ -133,11 +162,13 @@ def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int, rank: in
         return "other ranks have some of its experts"
     try:
         live = read_experts(module)
-        if live.moved is not None:
+        is_frozen = is_packed(module)
+        if live.moved is not None and not is_frozen:
             return live.moved
         device = check_servable(module, live)
-        check_in_place({name: parameter_of(module, name) for name in live.parameters})
-        gradients = set(GRADIENTS) - (set() if rank else {"adapters"})
+        if not is_frozen:
+            check_in_place({name: parameter_of(module, name) for name in live.parameters})
+        gradients = set(GRADIENTS) - (set() if rank else {"adapters"}) - ({"weights"} if is_frozen else set())
         # The weights have a dtype of their own.
         problem = live.problem(top_k, torch.float32, gradients=gradients, adapter_rank=rank)
         return Trainer(module, live, select_backend(problem, platform_of(device), **found.request))

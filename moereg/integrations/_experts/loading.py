@@ -1,0 +1,140 @@
+"""transformers' own hook for quantization on load, with which it quantizes experts while it loads a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moereg.checkpoints import load_experts
+from moereg.checkpoints._files import CheckpointFiles
+from moereg.errors import ArgumentError
+from moereg.integrations._experts.blocks import FoundExperts, find_experts
+from moereg.integrations._experts.packed import Form, pack
+from moereg.integrations._experts.quantized import forms_of, layer_index, packable, put
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
+from moereg.weights.permuted import ExpertWeights
+
+_METHOD: Final = "moereg"
+_OF_QUANTIZED: Final = re.compile(r"(_scale_inv|weight_scale(_2)?|weight_packed|qweight|absmax|_blocks|_scales)$")
+"""Names of tensors that only quantized weights have."""
+
+
+@register_quantization_config(_METHOD)
+class ExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `quantize_on_load` returns."""
+
+    def __init__(self, scheme: QuantScheme | None = None, **_: Any) -> None:
+        self.quant_method = _METHOD
+        self.scheme = scheme
+
+    def to_dict(self) -> dict[str, Any]:
+        """Text alone, since configs are written as JSON."""
+        return {"quant_method": _METHOD, "scheme": None if self.scheme is None else self.scheme.name}
+
+
+@register_quantizer(_METHOD)
+class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Quantizes 16-bit experts one parameter at a time, or reads quantized ones once everything else is loaded."""
+
+    quantization_config: ExpertsConfig
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> Any:
+        self.found, self.forms, self.folder = find_experts(model), {}, None
+        if not self.found:
+            raise ArgumentError(f"{type(model).__name__} has no routed experts that moereg knows; load it as it is")
+        folder = Path((checkpoint_files or ["."])[0]).parent
+        with CheckpointFiles(folder) as files:
+            self.pre_quantized = _is_quantized(files)
+        if self.pre_quantized:
+            self.folder = folder
+            ignored = model._keys_to_ignore_on_load_unexpected or ()
+            model._keys_to_ignore_on_load_unexpected = [*ignored, r"\.experts\."]
+        scheme = self.quantization_config.scheme
+        if (scheme is None) is not self.pre_quantized:
+            kind, cure = ("quantized", "leave it out") if self.pre_quantized else ("16-bit", "name one")
+            raise ArgumentError(f"scheme must be given for 16-bit experts alone, got {scheme} for {kind} ones; {cure}")
+        for each in self.found:
+            live = packable(each)
+            for name, form in forms_of(each.module, live, scheme or get_scheme("unquantized")).items():
+                if self.pre_quantized:
+                    each.module._parameters[name] = None  # Nothing is missing, and nothing is made to fill it.
+                else:
+                    self.forms[f"{each.name}.{name}"] = form
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:  # noqa: D102
+        return param_name in self.forms
+
+    def get_quantize_ops(self) -> ConversionOps:  # noqa: D102
+        return _Quantize(self.forms)
+
+    @property
+    def quantized_element_size(self) -> float | None:
+        """Bytes of a code; scales come on top."""
+        scheme = self.quantization_config.scheme
+        return None if scheme is None or scheme.weight is None else scheme.weight.bits / 8
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for each in self.found:
+            if self.folder is not None:
+                put(each, _read(self.folder, each, model), model.dtype)
+            each.module.requires_grad_(False)
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def is_trainable(self) -> bool:  # noqa: D102
+        return True
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc]
+    """Runs once a parameter's checkpoint tensors are joined; whatever it returns is set."""
+
+    def __init__(self, forms: dict[str, Form]) -> None:
+        self._forms = forms
+
+    def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **_: Any) -> dict[str, Any]:  # noqa: D102
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        packed = pack(value, self._forms[full_layer_name])
+        return {full_layer_name: torch.nn.Parameter(packed, requires_grad=False)}
+
+
+def _read(folder: Path, found: FoundExperts, model: Any) -> ExpertWeights:
+    block = model.get_submodule(found.name.rpartition(".")[0])
+    device = next(block.parameters()).device  # Of its router, which is loaded.
+    return load_experts(folder, layer_index(found), device=device).weights
+
+
+def _is_quantized(files: CheckpointFiles) -> bool:
+    """Whether a checkpoint's experts are; else an error if other weights are, which nobody would dequantize."""
+    if files.quantization is None:
+        return False
+    others = [name for name in files.file_of if "expert" not in name and _OF_QUANTIZED.search(name)]
+    if others:
+        raise ArgumentError(
+            f"quantize_on_load reads checkpoints whose experts alone are quantized, got {others[0]!r}; load the model "
+            "without it, and call quantize_experts(model, weights=...)"
+        )
+    return True
+
+
+def _merged(quantization_config: Any, from_arguments: Any) -> Any:
+    """transformers refuses another kind of config than the checkpoint's own; ours reads what the checkpoint has."""
+    if isinstance(from_arguments, ExpertsConfig):
+        return from_arguments
+    return _MERGE(quantization_config, from_arguments)
+
+
+_MERGE: Final = AutoHfQuantizer.merge_quantization_configs
+AutoHfQuantizer.merge_quantization_configs = _merged
