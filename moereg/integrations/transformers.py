@@ -29,7 +29,7 @@ from moereg.dispatch import Names, explain_backends, select_backend
 from moereg.errors import ArgumentError, UnsupportedProblemError, one_line, shown
 from moereg.evidence.ledger import evidence_of
 from moereg.integrations._experts import memory, quantized, serving, training
-from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
+from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch, switch
 from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.packed import is_packed
 from moereg.layer.one_expert import keeping_moves
@@ -56,7 +56,6 @@ __all__ = [
     "warm_up",
 ]
 
-_NAME: Final = "moereg"
 _LOGGER: Final = logging.getLogger("moereg")
 
 
@@ -136,7 +135,7 @@ def _line(group: list[LayerChoice]) -> str:
     return f"{names}: {first.problem} -> {chosen}; {copy}{kept}"
 
 
-def register(name: str = _NAME) -> None:
+def register(name: str = serving.NAME) -> None:
     """Makes moereg an experts implementation of transformers in this process; may be called again.
 
     After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
@@ -231,7 +230,7 @@ def prepare(
         for plan in plans:
             layers.append(_prepare_layer(plan, request, free, shared))
             advance(len(layers), len(found))
-    _switch(model, found)
+    switch(model, found)
     prepared = PreparedModel(tuple(layers), before, memory.held_bytes(model))
     for line in str(prepared).splitlines():
         _LOGGER.info("%s", line)
@@ -347,21 +346,6 @@ def _hidden_dtype(model: torch.nn.Module) -> torch.dtype:
     return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), torch.float32)
 
 
-def _switch(model: torch.nn.Module, found: tuple[FoundExperts, ...]) -> None:
-    """Sets the implementation of the configs that the experts' modules read."""
-    if not any(serving.has_interface(each.module) for each in found):
-        return
-    set_implementation = getattr(model, "set_experts_implementation", None)
-    if set_implementation is not None:
-        set_implementation(_NAME)
-    for each in found:
-        if serving.has_interface(each.module):
-            config: Any = each.module.config
-            # A bare layer lacks this method, and a wrapper's may not reach every config.
-            if config._experts_implementation not in serving.NAMES:
-                config._experts_implementation = _NAME
-
-
 def restore(model: torch.nn.Module) -> None:
     """Undoes `prepare`: puts freed weights back and drops all kernels.
 
@@ -439,6 +423,7 @@ def quantize_experts(
             quantized.quantize_layer(each, wanted, _hidden_dtype(model))
         else:
             quantized.put(each, weights(quantized.layer_index(each)), _hidden_dtype(model))
+    switch(model, found)
     schemes = {each.name: quantized.scheme_of(each.module).name for each in found}
     result = QuantizedModel(schemes, before, memory.held_bytes(model))
     _LOGGER.info("%s", result)

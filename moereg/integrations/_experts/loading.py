@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moereg.checkpoints import load_experts
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.errors import ArgumentError
-from moereg.integrations._experts.blocks import FoundExperts, find_experts
+from moereg.integrations._experts.blocks import FoundExperts, find_experts, switch
 from moereg.integrations._experts.packed import Form, pack
 from moereg.integrations._experts.quantized import forms_of, layer_index, packable, put
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
@@ -55,14 +55,15 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
             self.pre_quantized = _is_quantized(files)
         if self.pre_quantized:
             self.folder = folder
-            ignored = model._keys_to_ignore_on_load_unexpected or ()
-            model._keys_to_ignore_on_load_unexpected = [*ignored, r"\.experts\."]
+            ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+            model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\."}
         scheme = self.quantization_config.scheme
         if (scheme is None) is not self.pre_quantized:
             kind, cure = ("quantized", "leave it out") if self.pre_quantized else ("16-bit", "name one")
             raise ArgumentError(f"scheme must be given for 16-bit experts alone, got {scheme} for {kind} ones; {cure}")
         for each in self.found:
             live = packable(each)
+            each.module._is_hf_initialized = self.pre_quantized  # type: ignore[assignment]
             for name, form in forms_of(each.module, live, scheme or get_scheme("unquantized")).items():
                 if self.pre_quantized:
                     each.module._parameters[name] = None  # Nothing is missing, and nothing is made to fill it.
@@ -87,6 +88,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
             if self.folder is not None:
                 put(each, _read(self.folder, each, model), model.dtype)
             each.module.requires_grad_(False)
+        switch(model, self.found)
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:  # noqa: D102

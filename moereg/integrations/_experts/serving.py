@@ -32,6 +32,9 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
 
+NAME: Final = "moereg"
+"""The usual one of them."""
+
 NAMES: Final[set[str]] = set()
 """Names under which transformers knows `call`."""
 
