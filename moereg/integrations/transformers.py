@@ -32,6 +32,7 @@ from moereg.integrations._experts import memory, quantized, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch, switch
 from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.packed import is_packed
+from moereg.integrations._experts.peft_hooks import follow_peft
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.warm_up import WarmUp, check_token_counts
 from moereg.platforms import Platform, platform_of
@@ -157,6 +158,13 @@ def register(name: str = serving.NAME) -> None:
     for interface in interfaces:
         type(interface).register(name, call)
     serving.NAMES.add(name)
+    follow_peft()
+
+
+def _register_with_peft() -> None:
+    with contextlib.suppress(ImportError):
+        import peft  # noqa: F401  # Quantized experts train by its adapters.
+    register()
 
 
 def _interfaces() -> tuple[Any, ...]:
@@ -409,7 +417,7 @@ def quantize_experts(
         ArgumentError: A layer cannot be quantized; says why. Layers before it are quantized.
         UnknownSchemeError: No scheme has that name.
     """
-    register()
+    _register_with_peft()
     found = find_experts(model)
     if not found:
         raise ArgumentError(f"{type(model).__name__} has no routed experts that moereg knows")
@@ -443,7 +451,7 @@ def quantize_on_load(scheme: QuantScheme | str | None = None) -> Any:
         ArgumentError: As in `quantize_experts`, from `from_pretrained` too, or transformers is missing or too old.
         UnknownSchemeError: No scheme has that name.
     """
-    register()
+    _register_with_peft()
     from moereg.integrations._experts.loading import ExpertsConfig
 
     return ExpertsConfig(None if scheme is None else quantized.check_scheme(scheme))

@@ -21,8 +21,8 @@ _FACTORS: Final = "_LoraFactorsProxy"
 _PRODUCT: Final = "_LoraParameterProxy"
 """PEFT's parametrization with the product: of all adapters before PEFT 0.21, of several active ones since."""
 
-_COMPUTES_TO_CHECK: Final = frozenset({"0.21.0", "0.21.1", "0.21.2"})
-"""Versions of PEFT in which torch computes each of these first to compare its dtype and shape. Others are read too."""
+KNOWN: Final = frozenset({"0.21.0", "0.21.1", "0.21.2"})
+"""Versions of PEFT whose code is changed where it would compute all weights of a layer. Others are read too."""
 
 _MATRICES: Final = {"gate_up_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _LEAST_RANK: Final = 8
@@ -111,7 +111,7 @@ def _skip_check(kind: Any) -> bool:
         Whether checks of the running call have computed weights, and those of later calls do not.
     """
     version = getattr(sys.modules.get("peft"), "__version__", "")
-    if hasattr(kind.forward, "_is_moereg") or version not in _COMPUTES_TO_CHECK:
+    if hasattr(kind.forward, "_is_moereg") or version not in KNOWN:
         return False
     begin, compute = kind.__init__, kind.forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from typing import Any, Final
@@ -99,9 +100,9 @@ class Trainer:
         return out.reshape(hidden_states.shape).to(hidden_states.dtype)
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The canonical parameters by name, whatever adapters add to them."""
+        """The canonical parameters by name, whatever adapters add to them, as autocast has them."""
         return {
-            name: parameter_of(module, parameter)
+            name: parameter_of(module, parameter).to(self.problem.torch_dtype)
             for name, parameter in zip(WEIGHTS, self._live.parameters, strict=False)
         }
 
@@ -115,16 +116,16 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
     adapters = adapters_of(module)
     if isinstance(adapters, str):
         return adapters
-    rank = rank_of(adapters)
+    rank, dtype = rank_of(adapters), _autocast_dtype(next(module.parameters()).device.type)
     found = served(module)
-    key = (top_k, rank, *kinds_of(module))
+    key = (top_k, rank, dtype, *kinds_of(module))
     is_compiling = torch.compiler.is_compiling()
     known = None if found is None else found.trainers.get(key)
     if found is not None and isinstance(known, Trainer) and not known.serves(module):
         found.trainers.clear()  # Their kernels hold the old tensors.
         known = None
     if known is None:
-        answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank)
+        answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank, dtype)
     else:
         answer = known
     if isinstance(answer, str):
@@ -137,31 +138,38 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
         except MoeregError as error:
             attach(module).trainers[key] = reason = one_line(str(error))
             return reason
-    dtype, device = answer.problem.torch_dtype, next(module.parameters()).device.type
-    if (
-        torch.amp.is_autocast_available(device)
-        and torch.is_autocast_enabled(device)
-        and torch.get_autocast_dtype(device) != dtype
-    ):
-        return f"autocast asks for another dtype than its weights', {str(dtype).removeprefix('torch.')}"
     return answer
 
 
-def plan(module: torch.nn.Module, top_k: int, rank: int = 0) -> Trainer | str:
-    """Decides whether moereg trains a module in calls with that top_k and rank of adapters; makes no kernel yet."""
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that autocast asks for; None without it."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def plan(module: torch.nn.Module, top_k: int, rank: int = 0, dtype: torch.dtype | None = None) -> Trainer | str:
+    """Decides whether moereg trains a module in calls with that top_k and rank of adapters; makes no kernel yet.
+
+    `dtype` is autocast's, or None.
+    """
     found = attach(module)
-    answer = found.trainers[(top_k, rank, *kinds_of(module))] = _planned(module, found, top_k, rank)
+    answer = found.trainers[(top_k, rank, dtype, *kinds_of(module))] = _planned(module, found, top_k, rank, dtype)
     return answer
 
 
 _plan_while_compiling: Final = torch.compiler.disable(plan, reason=NOT_IN_COMPILED_CODE)
 
 
-def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int, rank: int) -> Trainer | str:
+def _planned(
+    module: torch.nn.Module, found: ServedExperts, top_k: int, rank: int, dtype: torch.dtype | None
+) -> Trainer | str:
     if getattr(module, "_is_expert_parallel", False):
         return "other ranks have some of its experts"
     try:
         live = read_experts(module)
+        if dtype is not None and live.dtype is not None:
+            live = dataclasses.replace(live, dtype=str(dtype).removeprefix("torch."))
         is_frozen = is_packed(module)
         if live.moved is not None and not is_frozen:
             return live.moved
