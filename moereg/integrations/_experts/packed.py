@@ -117,13 +117,13 @@ class PackedExperts(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:  # torch would replace the tensor and leave its attributes.
+            packed, value = args
+            if not (isinstance(packed, PackedExperts) and isinstance(value, PackedExperts)):
+                raise ArgumentError(f"data of a PackedExperts must be another one, got a plain tensor: {FROZEN}")
+            packed._set(value.stored, value.form)
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        if func is _SET_DATA:  # torch replaces the tensor and leaves its attributes.
-            if not isinstance(args[1], PackedExperts):
-                raise ArgumentError(f"cannot set a PackedExperts to plain values: {FROZEN}")
-            args[0]._set(args[1].stored, args[1].form)
-        return found
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,11 @@ def _cloned(func: Any, packed: PackedExperts, **_: Any) -> PackedExperts:
 def _moved(
     func: Any, packed: PackedExperts, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
 ) -> PackedExperts:
-    moved = {name: each.to(device=device, non_blocking=non_blocking) for name, each in packed.stored.items()}
+    # Converted to another dtype, it is stored as before.
+    is_copied = dtype in (None, packed.dtype)
+    moved = {
+        name: each.to(device=device, non_blocking=non_blocking, copy=is_copied) for name, each in packed.stored.items()
+    }
     return PackedExperts(moved, packed.form, dtype or packed.dtype)
 
 

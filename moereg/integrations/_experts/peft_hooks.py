@@ -30,7 +30,11 @@ def follow_peft() -> None:
 
     if hasattr(BaseTuner._inject_parameters, "_is_moereg"):
         return
-    inject, activate, factors = BaseTuner._inject_parameters, ParamWrapper._activate_lora, ParamWrapper.get_delta_factors
+    inject, activate, factors = (
+        BaseTuner._inject_parameters,
+        ParamWrapper._activate_lora,
+        ParamWrapper.get_delta_factors,
+    )
 
     @functools.wraps(inject)
     def _inject_parameters(self: Any, peft_config: Any, model: torch.nn.Module, *others: Any, **named: Any) -> Any:
