@@ -14,6 +14,7 @@ from moereg.weights.elements import Element, pack_nibbles, unpack_nibbles
 from moereg.weights.formats import Quantized, element_of
 from moereg.weights.quantize_weights import (
     dequantize_into,
+    dequantize_matrices,
     dequantize_rows,
     dequantize_weights,
     expert_matrix,
@@ -28,6 +29,7 @@ __all__ = [
     "activation_scale",
     "dequantize_activations",
     "dequantize_into",
+    "dequantize_matrices",
     "dequantize_rows",
     "dequantize_weights",
     "element_of",

@@ -6,6 +6,7 @@ Cells say which backends support a scheme. A backend or plugin may construct fur
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
@@ -17,10 +18,13 @@ from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name
 WHOLE: Final = -1
 """Group extent that means the whole dimension."""
 
-_PACKED: Final = ("uint4", "float4_e2m1fn")
+_PACKED: Final = ("uint4", "float4_e2m1fn", "nf4")
 _INTEGERS: Final = ("int8", "uint8")
 _USUAL_FLOATS: Final = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
 """Dtypes of moereg's own schemes, which are valid without loading torch for a second to check."""
+
+NESTED_BLOCK: Final = 256
+"""Scales of an expert's matrix, in order, that share a scale of their own where scales are quantized too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +32,11 @@ class QuantFormat:
     """How one operand of a matmul is stored.
 
     Attributes:
-        dtype: Element type: a torch dtype's name, or `uint4` / `float4_e2m1fn`, stored two per byte, low nibble first
-            along the reduced dimension.
+        dtype: Element type: a torch dtype's name, or `uint4`, `float4_e2m1fn` or `nf4`, stored two per byte, low nibble
+            first along the reduced dimension.
         group: (rows, columns) that share a scale; `WHOLE` means a whole dimension. Columns run along the reduced one.
-        scale_dtype: Name of the scales' torch dtype.
+        scale_dtype: Name of the scales' torch dtype. `uint8` means fp32 scales that are quantized too, to the 8-bit
+            codes of bitsandbytes' double quantization, `NESTED_BLOCK` at a time.
         global_scale: Whether a second fp32 scale multiplies all groups of an expert.
         symmetric: False if groups have a zero point.
         static: For activations: whether scales come with the checkpoint instead of from the data.
@@ -58,10 +63,10 @@ class QuantFormat:
                 f"dtype of a QuantFormat must be one of {', '.join((*_PACKED, *_INTEGERS))} or an 8-bit float of "
                 f"torch, got {shown(self.dtype)}; store the codes in one of these"
             )
-        if not _is_float(self.scale_dtype):
+        if not (_is_float(self.scale_dtype) or self.nested):
             raise ArgumentError(
-                f"scale_dtype of a QuantFormat must name a float dtype of torch, got {shown(self.scale_dtype)}; scales "
-                "of another meaning are converted by the loader"
+                "scale_dtype of a QuantFormat must name a float dtype of torch, or be uint8 for scales that are "
+                f"quantized too, got {shown(self.scale_dtype)}; scales of another meaning are converted by the loader"
             )
         if not (isinstance(self.group, tuple) and len(self.group) == 2 and all(map(_is_extent, self.group))):
             raise ArgumentError(
@@ -72,6 +77,11 @@ class QuantFormat:
             raise ArgumentError(
                 "zero points of a QuantFormat belong to groups of a matrix, got one group for all of it; give groups, "
                 "such as (1, WHOLE) for rows, or symmetric=True"
+            )
+        if self.nested and (self.group[0] != 1 or self.global_scale or self.static or not self.symmetric):
+            raise ArgumentError(
+                "quantized scales of a QuantFormat (scale_dtype uint8) belong to groups within a row, without zero "
+                f"points, global or static scales, got {self}; give groups of 1 row, or float32 scales"
             )
         if self.global_scale and self.group[0] != 1:
             raise ArgumentError(
@@ -90,10 +100,16 @@ class QuantFormat:
     def __str__(self) -> str:
         rows, columns = ("all" if extent == WHOLE else extent for extent in self.group)
         parts = [f"{self.dtype} in groups of {rows} x {columns}", f"{self.scale_dtype} scales"]
+        parts += ["quantized in blocks"] * self.nested
         parts += ["a global scale"] * self.global_scale
         parts += ["zero points"] * (not self.symmetric)
         parts += ["static"] * self.static
         return ", ".join(parts)
+
+    @property
+    def nested(self) -> bool:
+        """Whether scales are quantized too."""
+        return self.scale_dtype == "uint8"
 
     @property
     def bits(self) -> int:
@@ -280,6 +296,10 @@ class QuantScheme:
             rows.append(TensorRow(matrix, "scale", getattr(torch, fmt.scale_dtype), (scale_shape, *per_half)))
             if fmt.global_scale:
                 rows.append(TensorRow(matrix, "scale_2", torch.float32, ((num_experts,), *halves)))
+            if fmt.nested:
+                # The offset, then a scale for each block of scales.
+                num_blocks = -(-math.prod(scale_shape[1:]) // NESTED_BLOCK)
+                rows.append(TensorRow(matrix, "scale_2", torch.float32, ((num_experts, 1 + num_blocks),)))
             if not fmt.symmetric:
                 zero_shape = (num_experts, scale_shape[1], fmt.packed_columns(scale_shape[2]))
                 rows.append(TensorRow(matrix, "zero_point", torch.uint8, (zero_shape,)))
@@ -337,6 +357,9 @@ def _known_schemes() -> dict[str, QuantScheme]:
     int4 = QuantFormat("uint4", (1, 128))
     schemes.append(QuantScheme("int4_w4a8_g128", int4, dataclasses.replace(fp8_tensor, static=True)))
     schemes.append(QuantScheme("int4_w4a8_g128_token", int4, fp8_channel))
+    nf4 = QuantFormat("nf4", (1, 64))
+    schemes.append(QuantScheme("nf4", nf4))
+    schemes.append(QuantScheme("nf4_dq", dataclasses.replace(nf4, scale_dtype="uint8")))
     return {scheme.name: scheme for scheme in schemes}
 
 
@@ -347,6 +370,7 @@ SCHEMES_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
     "mxfp4": ("mxfp4_w4a16",),
     "gptq": ("int4_w4a16_g128",),
     "awq": ("int4_w4a16_g128_zp",),
+    "bitsandbytes": ("nf4", "nf4_dq"),
     "int4": ("int4_w4a16_g128", "int4_w4a16_g128_zp", "int4_w4a16_g32", "int4_w4a16_g64"),
     "w4a16": ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16"),
     **dict.fromkeys(("w4a8", "w4afp8", "w4a8_awq"), ("int4_w4a8_g128", "int4_w4a8_g128_token")),

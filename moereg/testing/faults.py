@@ -26,11 +26,12 @@ def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
     """Swaps gate and up rows, with their scales, zero points and biases."""
     if matrix != "w13" or weights.num_halves != 2:
         return None
-    swapped = {}
+    swapped, fmt = {}, weights.scheme.weight
     for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
         tensor = weights.tensors().get(name)
-        # A scale of all rows has no halves.
-        if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
+        # A scale of all rows has no halves, nor do scales of blocks of scales.
+        is_of_blocks = name == "w13_scale_2" and fmt is not None and fmt.nested
+        if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0 and not is_of_blocks:
             swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)
 
@@ -62,7 +63,7 @@ def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> Exper
 
 
 def global_scale_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """Omits the global scale."""
+    """Omits the global scale, or the scales of blocks of scales."""
     scale_2 = weights.tensors().get(f"{matrix}_scale_2")
     return None if scale_2 is None else _with(weights, {f"{matrix}_scale_2": torch.ones_like(scale_2)})
 

@@ -10,6 +10,8 @@ from typing import Final
 
 import torch
 
+from moereg.runtime.graph_pools import outside_pools
+
 
 @dataclasses.dataclass(frozen=True)
 class Element:
@@ -18,9 +20,9 @@ class Element:
     Attributes:
         half_range: The number that the largest magnitude of a group of weights is mapped to. For integers half of all
             steps, 127.5 or 7.5, so that half a step is clipped at the positive end.
-        max_value: Largest code of both signs: 448, 6, 127, 7. The largest magnitude of activations is mapped to it.
+        max_value: Largest code of both signs: 448, 6, 127, 7, 1. The largest magnitude of activations is mapped to it.
         min_value: Smallest code; below -max_value for integers.
-        mantissa_bits: A float's mantissa bits without the leading one; None for integers.
+        mantissa_bits: A float's mantissa bits without the leading one; None for integers and nf4.
         encode: Maps fp32 [..., K], already divided by the scale, to the stored tensor [..., K], or [..., ceil(K/2)]
             for two codes per byte. Rounds to nearest, ties to even, and saturates. NaN stays NaN if there is a code for
             it, otherwise it becomes 0.
@@ -148,3 +150,86 @@ def _decode_e2m1(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 E2M1: Final = Element(6.0, 6.0, -6.0, 1, _encode_e2m1, _decode_e2m1)
 """float4_e2m1fn without infinity or NaN. Bit 3 is the sign, bits 2 and 1 the exponent, bit 0 the mantissa."""
+
+
+NF4_VALUES: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Quantiles of a normal distribution, by code. Source: QLoRA, https://arxiv.org/abs/2305.14314."""
+
+
+@functools.cache
+def _nested_values() -> tuple[float, ...]:
+    """Values of the 8-bit codes of quantized scales, which fp32 can represent: bitsandbytes' dynamic map.
+
+    0, 1, and of both signs 2^n middles of equal parts of [10^(n-7), 10^(n-6)], for n from 0 to 6.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32, device="cpu")
+        middles = (10.0 ** (decade - 6) * ((edges[1:] + edges[:-1]) / 2)).tolist()
+        values += [*middles, *(-middle for middle in middles)]
+    return tuple(sorted(values))
+
+
+_TABLES: Final[dict[torch.device, torch.Tensor]] = {}
+
+
+def code_values(device: torch.device) -> torch.Tensor:
+    """Values by code in fp32, [16 + 256]: nf4's, then those of quantized scales. A GPU's are copied to it once."""
+    table = _TABLES.get(device)
+    if table is None:
+        values = (*NF4_VALUES, *_nested_values())
+        # Tensors made in inference mode could not be read outside it by later calls.
+        with torch.inference_mode(False):
+            table = outside_pools(lambda: torch.tensor(values, dtype=torch.float32, device=device), device)
+        # A fake tensor serves this call alone.
+        if device.type == "cuda" and type(table) is torch.Tensor:
+            _TABLES[device] = table
+    return table
+
+
+def _encode_nf4(values: torch.Tensor) -> torch.Tensor:
+    table = code_values(values.device)[:16]
+    # The nearest value; of two equally near ones the smaller, as bitsandbytes has it.
+    codes = torch.bucketize(values.nan_to_num(nan=0.0), (table[1:] + table[:-1]) / 2, out_int32=True)
+    return pack_nibbles(codes.to(torch.uint8))
+
+
+def _decode_nf4(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    return _lookup_nibbles(packed, code_values(packed.device)[:16], columns)
+
+
+NF4: Final = Element(1.0, 1.0, -1.0, None, _encode_nf4, _decode_nf4)
+
+
+def encode_scales(scales: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes the scales of an expert's matrix, `block` of them at a time.
+
+    Args:
+        scales: fp32 [..., G].
+        block: Scales that share a scale of their own.
+
+    Returns:
+        Codes uint8 like `scales`, and fp32 [1 + ceil(count / block)]: the offset, which is the scales' mean, then the
+        largest distance from it in each block.
+    """
+    offset = scales.mean()
+    distances = torch.nn.functional.pad((scales - offset).flatten(), (0, -scales.numel() % block)).view(-1, block)
+    largest = distances.abs().amax(1)
+    table = code_values(scales.device)[16:]
+    nearest = torch.bucketize(distances / largest.clamp(min=1e-38).unsqueeze(1), (table[1:] + table[:-1]) / 2)
+    codes = nearest.flatten()[: scales.numel()].to(torch.uint8).view(scales.shape)
+    return codes, torch.cat((offset.reshape(1), largest))
+
+
+def decode_scales(codes: torch.Tensor, scale_2: torch.Tensor, block: int) -> torch.Tensor:
+    """Inverse of `encode_scales` for matrices [..., R, G] of several experts, or one; returns fp32 of that shape."""
+    flat = codes.flatten(-2)
+    values = code_values(codes.device)[16:].index_select(0, flat.reshape(-1).int()).view(flat.shape)
+    largest = scale_2[..., 1:].repeat_interleave(block, -1)[..., : flat.shape[-1]]
+    # Two roundings, as bitsandbytes has them.
+    return (values * largest + scale_2[..., :1]).view(codes.shape)

@@ -9,7 +9,7 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.spec.quant_schemes import QuantFormat
-from moereg.weights.elements import E2M1, INTEGERS, Element, float8_element
+from moereg.weights.elements import E2M1, INTEGERS, NF4, Element, float8_element
 from moereg.weights.groups import expand_groups
 
 
@@ -25,7 +25,7 @@ class Quantized:
             single scale, or [halves] if each half of the weights' rows has one. Groups of several rows never span two
             halves: [..., halves * ceil(R/halves/group rows), ...].
         scale_2: Global scale, fp32: [] or [halves] (weights); [] or one per row [..., R, 1] (activations); None if the
-            format has none.
+            format has none. Of quantized scales [..., 1 + blocks]: their offset, then the scale of each block.
         zero_point: One per group, packed like q along the groups of a row; None if symmetric.
         halves: 2 for gate and up rows, else 1.
     """
@@ -42,6 +42,8 @@ def element_of(fmt: QuantFormat) -> Element:
     """The element type of a format."""
     if fmt.dtype == "float4_e2m1fn":
         element = E2M1
+    elif fmt.dtype == "nf4":
+        element = NF4
     elif fmt.dtype in INTEGERS:
         element = INTEGERS[fmt.dtype]
     else:
@@ -53,7 +55,7 @@ def element_of(fmt: QuantFormat) -> Element:
             and dtype.itemsize == 1
             and torch.finfo(dtype).min < 0
         ):
-            known = ", ".join(["float4_e2m1fn", *INTEGERS, "the 8-bit floats of torch"])
+            known = ", ".join(["float4_e2m1fn", "nf4", *INTEGERS, "the 8-bit floats of torch"])
             raise ArgumentError(f"no element type {fmt.dtype!r} to quantize to or from (known: {known})")
         element = float8_element(dtype)
     if not fmt.symmetric and not fmt.dtype.startswith("uint"):

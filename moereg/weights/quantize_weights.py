@@ -10,7 +10,17 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.runtime.torch_state import in_plain_torch
-from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
+from moereg.spec.quant_schemes import (
+    MATRICES,
+    NESTED_BLOCK,
+    WHOLE,
+    QuantFormat,
+    QuantScheme,
+    TensorRole,
+    get_scheme,
+    tensor_name,
+)
+from moereg.weights.elements import code_values, decode_scales, encode_scales
 from moereg.weights.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.weights.groups import choose_scale, global_scale, group_extrema
 from moereg.weights.permuted import ExpertWeights
@@ -120,7 +130,8 @@ def _quantize_into(
 ) -> None:
     for expert, matrix in enumerate(matrices):
         quantized = _quantize_matrix(matrix, fmt, halves, separate)
-        if not quantized.scale.float().isfinite().all():
+        scale = quantized.scale if quantized.scale_2 is None else quantized.scale_2
+        if not scale.float().isfinite().all():
             raise ArgumentError(
                 f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                 "look at the checkpoint"
@@ -175,31 +186,95 @@ def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor)
 
     Args:
         weights: Quantized weights.
-        w13, w2: Overwritten with what `dequantize_weights` returns for their dtype, contiguous. Besides them this takes
-            a few times 128 MiB (on a CPU 4 MiB), or one expert in fp32 if that is more.
+        w13, w2: Overwritten with what `dequantize_weights` returns for their dtype, contiguous; `dequantize_matrices`
+            has what this takes besides them.
     """
     fmt, tensors = weights.scheme.weight, weights.tensors()
     assert fmt is not None
-    for name, result in (("w13", w13), ("w2", w2)):
-        num_experts, rows, columns = result.shape
-        most_bytes = BLOCK_BYTES if result.device.type == "cpu" else _DEVICE_BYTES
-        step = max(1, most_bytes // (4 * rows * columns))
-        for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
-            matrices = expert_matrix(tensors, name, experts, weights.num_halves)
-            if fmt.group == (WHOLE, WHOLE):
-                matrices = dataclasses.replace(matrices, scale=_for_rows(matrices.scale, rows))
-            else:
-                matrices = take_groups(matrices, fmt, slice(0, rows))
-            if matrices.scale_2 is not None:
-                matrices = dataclasses.replace(matrices, scale_2=_for_rows(matrices.scale_2, rows))
-            result[experts] = restore(matrices, fmt, rows, columns)
+    for name, out in (("w13", w13), ("w2", w2)):
+        dequantize_matrices(_stored_matrix(tensors, name, slice(None), weights.num_halves), fmt, out)
+
+
+@in_plain_torch
+def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> None:
+    """Dequantizes one matrix of every expert, such as all of a layer's w13, without waiting for the device.
+
+    Args:
+        matrices: The stored tensors, contiguous, each with a leading dimension E.
+        fmt: Their format.
+        out: [E, rows, columns], contiguous, overwritten: products in fp32, rounded to its dtype once. A GPU with Triton
+            needs no other memory for the named schemes; else this takes a few times 128 MiB (on a CPU 4 MiB), or one
+            expert in fp32 if that is more.
+
+    Raises:
+        ArgumentError: Codes and `out` do not have the same matrices, or a tensor is not contiguous.
+    """
+    num_experts, rows, columns = out.shape
+    expected = (num_experts, rows, fmt.packed_columns(columns))
+    if matrices.q.shape != expected or not (matrices.q.is_contiguous() and out.is_contiguous()):
+        raise ArgumentError(
+            f"codes of matrices {list(out.shape)} must be {list(expected)} in {fmt}, both contiguous, got "
+            f"{list(matrices.q.shape)} with strides {matrices.q.stride()} and {out.stride()}; pass one matrix of every "
+            "expert in canonical order"
+        )
+    if out.device.type == "cuda" and restore_in_triton(matrices, fmt, out):
+        return
+    most_bytes = BLOCK_BYTES if out.device.type == "cpu" else _DEVICE_BYTES
+    step = max(1, most_bytes // (4 * rows * columns))
+    for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
+        parts = (matrices.q, matrices.scale, matrices.scale_2, matrices.zero_point)
+        found = plain_scales(Quantized(*(None if one is None else one[experts] for one in parts), matrices.halves))
+        if fmt.group == (WHOLE, WHOLE):
+            found = dataclasses.replace(found, scale=_for_rows(found.scale, rows))
+        else:
+            found = take_groups(found, fmt, slice(0, rows))
+        if found.scale_2 is not None:
+            found = dataclasses.replace(found, scale_2=_for_rows(found.scale_2, rows))
+        out[experts] = restore(found, fmt, rows, columns)
+
+
+def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> bool:
+    """Does what `dequantize_matrices` does in one launch; returns False if Triton or a decoder is missing."""
+    try:
+        from moereg.kernels.quantized import restore as kernel
+    except ImportError:
+        return False
+    if fmt.dtype not in kernel.ELEMENTS or matrices.scale.dtype not in kernel.SCALES:
+        return False
+    rows, columns = (0 if extent == WHOLE else extent for extent in fmt.group)
+    kernel.restore_matrices(
+        out,
+        matrices.q,
+        matrices.scale,
+        element=fmt.dtype,
+        group=(rows, columns),
+        halves=matrices.halves,
+        scale_2=matrices.scale_2,
+        zero_point=matrices.zero_point,
+        values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
+        nested_block=NESTED_BLOCK if fmt.nested else 0,
+    )
+    return True
 
 
 def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
     """Views of one expert's matrix, `w13` or `w2`, in a layer's tensors by field, or of several experts' matrices.
 
-    `num_halves` is that of the weights, 2 if the layer is gated.
+    Quantized scales are dequantized. `num_halves` is that of the weights, 2 if the layer is gated.
     """
+    return plain_scales(_stored_matrix(tensors, name, expert, num_halves))
+
+
+def plain_scales(matrix: Quantized) -> Quantized:
+    """The same matrix with scales in fp32 if they are quantized."""
+    if matrix.scale.dtype != torch.uint8:
+        return matrix
+    assert matrix.scale_2 is not None
+    return dataclasses.replace(matrix, scale=decode_scales(matrix.scale, matrix.scale_2, NESTED_BLOCK), scale_2=None)
+
+
+def _stored_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
+    """Views as `expert_matrix` has them, with scales as they are stored."""
     scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
     return Quantized(
         tensors[name][expert],
@@ -250,6 +325,8 @@ def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int, separa
     ]
     if scale is None:
         scale = torch.cat([block.scale for block in blocks])
+        if fmt.nested:
+            scale, scale_2 = encode_scales(scale, NESTED_BLOCK)
     zero_points = [block.zero_point for block in blocks if block.zero_point is not None]
     q = torch.cat([block.q for block in blocks])
     return Quantized(q, scale, scale_2, torch.cat(zero_points) if zero_points else None)
@@ -264,9 +341,12 @@ def _quantize_rows(
     zero_point = None
     if scale is None:
         low, high = group_extrema(x, fmt.group)
-        scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
+        scale_dtype: torch.dtype = torch.float32 if fmt.nested else getattr(torch, fmt.scale_dtype)
         if fmt.symmetric:
             scale = choose_scale(torch.maximum(-low, high), element.half_range, scale_dtype, scale_2)
+            if fmt.nested:
+                # A group of zeros has scale 1, which would stretch its block's range.
+                scale = torch.where(low == high, 0.0, scale)
         else:
             scale = choose_scale(high - low, element.max_value - element.min_value, scale_dtype, scale_2)
             total = scale.float() if scale_2 is None else scale.float() * scale_2

@@ -11,7 +11,7 @@ import torch
 from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError
 from moereg.runtime.torch_state import in_plain_torch
-from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, tensor_name
+from moereg.spec.quant_schemes import MATRICES, NESTED_BLOCK, WHOLE, QuantFormat, tensor_name
 from moereg.weights.elements import pack_nibbles, unpack_nibbles
 from moereg.weights.formats import spread_zero_points
 from moereg.weights.layouts import round_up
@@ -95,6 +95,11 @@ class _Part:
 def _cut(weights: ExpertWeights, part: _Part, size: int, has_bias: bool) -> ExpertWeights:
     """Weights of this intermediate size with a part of the given ones'."""
     fmt, tensors = weights.scheme.weight, weights.tensors()
+    if fmt is not None and fmt.nested:
+        raise ArgumentError(
+            f"scales that are quantized, {NESTED_BLOCK} at a time, cannot be cut, got scheme {weights.scheme.name}; "
+            "quantize to one with float32 scales, such as nf4"
+        )
 
     def resized(tensor: torch.Tensor, matrix: str, unit: int, fill: float) -> torch.Tensor:
         """A tensor that counts the intermediate in groups of `unit`: w13's in halves of dim 1, w2's in its last one."""
@@ -154,7 +159,7 @@ def _codes_of_zero(
 ) -> torch.Tensor:
     """Codes [N,K] uint8, one each, that stand for zero."""
     whole = expert_matrix(tensors, matrix, expert, halves)
-    rows, offset = len(whole.q), {"uint4": 8, "uint8": 128}.get(fmt.dtype, 0)
+    rows, offset = len(whole.q), {"uint4": 8, "uint8": 128, "nf4": 7}.get(fmt.dtype, 0)
     zeros = torch.full((rows, columns), offset, dtype=torch.uint8, device=whole.q.device)
     if whole.zero_point is not None:
         points = take_groups(whole, fmt, slice(0, rows)).zero_point

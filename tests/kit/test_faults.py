@@ -38,6 +38,8 @@ FAULTS_OF: Final[dict[str, tuple[str, ...]]] = {
     "mxfp4_mxfp8": PACKED,
     "int8_w8a8": SCALED,
     "int8_w8a16": SCALED,
+    "nf4": PACKED,
+    "nf4_dq": (*PACKED, "global scale dropped"),
     "int4_w4a8_g128": PACKED,
     "int4_w4a8_g128_token": PACKED,
     **{f"int4_w4a16_g{group}": PACKED for group in (32, 64, 128, "all")},

@@ -137,7 +137,7 @@ def test_every_tensor_of_every_scheme_is_checked(scheme: str) -> None:
         others = {torch.float64, torch.int32, torch.bool} | ({torch.bfloat16, torch.int8} if row.dtype else set())
         bad += [(row.name, torch.ones(tensor.shape, dtype=dtype)) for dtype in others - {tensor.dtype}]
         bad.append((row.name, tensor.unsqueeze(-1)))
-        if "scale" in row.role:
+        if "scale" in row.role and tensor.is_floating_point():
             bad.append((row.name, torch.full(tensor.shape, math.nan).to(tensor.dtype)))
         if row.role == "activation_scale":
             bad.append((row.name, torch.zeros_like(tensor)))

@@ -59,7 +59,8 @@ def element(name: str) -> str:
 def weight_scales(fmt: QuantFormat) -> str:
     rows, columns = fmt.group
     where = {(WHOLE, WHOLE): "one per matrix", (1, WHOLE): "one per row"}.get(fmt.group, f"{rows} x {columns}")
-    words = [f"{element(fmt.scale_dtype)}, {where}"]
+    words = [f"{'8-bit codes' if fmt.nested else element(fmt.scale_dtype)}, {where}"]
+    words += ["fp32, one per 256 scales"] * fmt.nested
     words += ["fp32, one per matrix"] * fmt.global_scale
     words += ["a zero point per group"] * (not fmt.symmetric)
     return "; ".join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from moereg.quantize import pack_nibbles, unpack_nibbles
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.weights.elements import code_values
 from moereg.weights.formats import element_of
 from moereg.weights.groups import choose_scale, expand_groups, global_scale, group_extrema
 from tests.quantize.quantized_values import INF, NAN, bits
@@ -92,7 +94,9 @@ def test_nan_has_a_code_or_becomes_zero() -> None:
 
 
 def test_unknown_elements() -> None:
-    text = "no element type 'float8_e8m0fnu' to quantize to or from (known: float4_e2m1fn, int8, uint8, uint4, the "
+    text = (
+        "no element type 'float8_e8m0fnu' to quantize to or from (known: float4_e2m1fn, nf4, int8, uint8, uint4, the "
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         element_of(QuantFormat("float8_e8m0fnu", (1, 32)))
     with pytest.raises(ValueError, match=r"^zero points need an unsigned element type such as uint4, got int8$"):
@@ -156,3 +160,10 @@ def test_groups(rows: int, columns: int, extent_rows: int, extent_columns: int) 
             block = x[1, top : top + size_rows, left : left + size_columns]
             assert spread[1, row, column] == block.max().clamp(min=0)
             assert low[1, row // size_rows, column // size_columns] == block.min().clamp(max=0)
+
+
+def test_values_of_codes_are_those_of_bitsandbytes() -> None:
+    """The digest of its tables for nf4 and for the scales' codes, of 0.50.2."""
+    values = code_values(torch.device("cpu"))
+    assert values.dtype == torch.float32
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "811b8d517ef9a1e4"

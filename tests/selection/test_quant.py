@@ -29,6 +29,7 @@ FORMS: dict[str, Any] = {
 for group, groups13, groups2 in (("32", 7, 3), ("64", 4, 2), ("128", 2, 1), ("all", 1, 1)):
     for zero_points in ("", "_zp"):
         FORMS[f"int4_w4a16_g{group}{zero_points}"] = (U8, 2, FP32, ((144, groups13), (200, groups2)))
+FORMS |= {"nf4": FORMS["int4_w4a16_g64"], "nf4_dq": (U8, 2, U8, ((144, 4), (200, 2)))}
 FORMS |= dict.fromkeys(("int4_w4a8_g128_token", "int4_w4a8_g128"), FORMS["int4_w4a16_g128"])
 
 # A tensor of w13 may have one number for gate and one for up.
@@ -42,6 +43,8 @@ for name, (codes, packed, scale, (scale13, scale2)) in FORMS.items():
         "w2": (codes, (E, 200, 72 // packed)),
         "w2_scale": (scale, (E, *scale2)),
         **(GLOBAL if name.startswith("nvfp4") else {}),
+        # The offset, and one for each 256 of 576 and 400 groups.
+        **({"w13_scale_2": (FP32, (E, 4)), "w2_scale_2": (FP32, (E, 3))} if name == "nf4_dq" else {}),
         **(STATIC if name in ("fp8_tensor_static", "nvfp4", "int4_w4a8_g128") else {}),
     }
     if name.endswith("_zp"):
@@ -112,11 +115,20 @@ def test_a_new_scheme_is_served_by_value_not_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"dtype": "int3"}, "must be one of uint4, float4_e2m1fn, int8, uint8 or an 8-bit float of torch, got 'int3'"),
+        (
+            {"dtype": "int3"},
+            "must be one of uint4, float4_e2m1fn, nf4, int8, uint8 or an 8-bit float of torch, got 'int3'",
+        ),
         ({"dtype": torch.int8}, "dtype of a QuantFormat must be one of"),
         ({"dtype": "bfloat16"}, "dtype of a QuantFormat must be one of"),
-        ({"scale_dtype": "uint8"}, "scale_dtype of a QuantFormat must name a float dtype of torch, got 'uint8'; "),
-        ({"scale_dtype": "e8m0"}, "scale_dtype of a QuantFormat must name a float dtype of torch, got 'e8m0'; "),
+        (
+            {"scale_dtype": "uint16"},
+            "must name a float dtype of torch, or be uint8 for scales that are quantized too, got",
+        ),
+        ({"scale_dtype": "e8m0"}, "or be uint8 for scales that are quantized too, got 'e8m0'; "),
+        ({"scale_dtype": "uint8", "group": (2, 32)}, "belong to groups within a row, without zero points, global or"),
+        ({"scale_dtype": "uint8", "global_scale": True}, "got int8 in groups of 1 x 32, uint8 scales, quantized in"),
+        ({"scale_dtype": "uint8", "dtype": "uint4", "symmetric": False}, "give groups of 1 row, or float32 scales"),
         ({"group": (0, 128)}, "must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got (0, 128)"),
         ({"group": (1, -2)}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (1, 32.0)}, "group of a QuantFormat must be (rows, columns), each an integer"),
