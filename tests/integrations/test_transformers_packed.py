@@ -37,7 +37,7 @@ from tests.support.tiny_models import tiny_config, tiny_model
 
 FAMILIES: Final = ("qwen3_moe", "mixtral", "gpt_oss")
 SCHEME: Final = "int4_w4a16_g32"
-SCHEMES: Final = (SCHEME, "fp8_block128", "mxfp4_w4a16", "int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16")
+SCHEMES: Final = (SCHEME, "nf4", "fp8_block128", "mxfp4_w4a16", "nf4_dq", "int4_w4a16_g32_zp", "nvfp4_w4a16", "int8_w8a16")
 NAMES: Final = ("gate_up_proj", "down_proj")
 
 

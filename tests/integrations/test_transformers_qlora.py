@@ -12,6 +12,7 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.integrations.transformers import dequantize_experts, prepare, quantize_experts
+from moereg.training import report
 from tests.integrations.test_transformers_adapters import BOTH, OF_FACTORS, by_peft
 from tests.integrations.test_transformers_finetuned import NUM_STEPS, losses_of, of_transformers, of_trl, options
 from tests.integrations.test_transformers_packed import FAMILIES, SCHEME, SCHEMES, experts_of, is_packed, loaded, saved
@@ -37,7 +38,7 @@ def adapted_pair(family: str, scheme: str = SCHEME, **config: Any) -> tuple[Any,
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", SCHEMES[:3])
+@pytest.mark.parametrize("scheme", SCHEMES[:4])
 def test_gradients_are_those_of_eager(
     scheme: str, family: str, mode: str, steps: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,3 +175,55 @@ def test_losses_are_those_of_eager_on_restored_weights(
     assert steps.count("forward") == 2 * 2 * NUM_STEPS
     assert steps.count(f"backward hidden_states topk_weights {OF_FACTORS}") == 2 * NUM_STEPS
     assert "infer" not in steps
+
+
+class TestReport:
+    def test_of_experts_and_attention(self) -> None:
+        model, plain = adapted_pair("qwen3_moe", **_ATTENTION)
+        gradients(model.train())
+        gradients(plain.train())
+        found = report(model)
+        assert found == report(plain)
+        assert found.inert == ()
+        trained = [state for state in found.parameters.values() if state != "frozen"]
+        assert trained == ["gradient"] * 16
+        # Of the prompt's ten tokens some experts get none; transformers' own code says which.
+        counts = {}
+        for index, layer in enumerate(plain.base_model.model.model.layers):
+            name = f"base_model.model.model.layers.{index}.mlp.experts"
+            wrapper = layer.mlp.experts
+            rows = wrapper.lora_A["default"].weight.grad.view(4, -1).abs().sum(1)
+            counts[name] = tuple(torch.nonzero(rows == 0).flatten().tolist())
+        assert found.unreached == {name: experts for name, experts in counts.items() if experts}
+
+    def test_of_an_expert_that_no_token_reaches(self) -> None:
+        model, _ = adapted_pair("mixtral")
+        experts = model.base_model.model.model.layers[0].mlp.experts
+        hidden, ids = torch.randn(3, 32), torch.tensor([[0, 1], [3, 1], [1, 0]])
+        experts(hidden, ids, torch.full((3, 2), 0.5)).sum().backward()
+        found = report(model)
+        layers = "base_model.model.model.layers"
+        assert found.unreached == {f"{layers}.0.mlp.experts": (2,), f"{layers}.1.mlp.experts": (0, 1, 2, 3)}
+        assert found.inert == tuple(f"{layers}.1.mlp.experts.{name}: default" for name in BOTH)
+        assert f"no token reached experts 2 of 4 in {layers}.0.mlp.experts" in str(found)
+
+    def test_of_an_adapter_that_is_not_active(self) -> None:
+        model, _ = adapted_pair("mixtral")
+        by_peft(model, "other")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name)
+        gradients(model.train())
+        inert = report(model).inert
+        assert len(inert) == 4 and all(each.endswith(": other") for each in inert)
+
+    def test_of_a_fresh_adapter(self) -> None:
+        import peft
+
+        model, _ = packed_pair("mixtral")
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=list(BOTH))
+        model = peft.get_peft_model(model, config).train()
+        gradients(model)
+        found = report(model)
+        assert found.inert == ()
+        states = {name: state for name, state in found.parameters.items() if state != "frozen"}
+        assert all(state == ("zeros" if ".lora_A." in name else "gradient") for name, state in states.items())
