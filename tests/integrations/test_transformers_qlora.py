@@ -15,8 +15,16 @@ from moereg.integrations.transformers import dequantize_experts, prepare, quanti
 from moereg.training import report
 from tests.integrations.test_transformers_adapters import BOTH, OF_FACTORS, by_peft
 from tests.integrations.test_transformers_finetuned import NUM_STEPS, losses_of, of_transformers, of_trl, options
-from tests.integrations.test_transformers_packed import FAMILIES, SCHEME, SCHEMES, experts_of, is_packed, loaded, saved
-from tests.integrations.test_transformers_packed import packed_pair
+from tests.integrations.test_transformers_packed import (
+    FAMILIES,
+    SCHEME,
+    SCHEMES,
+    experts_of,
+    is_packed,
+    loaded,
+    packed_pair,
+    saved,
+)
 from tests.integrations.test_transformers_trained import gradients, same
 from tests.support.live_models import close, eager, logits_of
 from tests.support.tiny_models import tiny_model
@@ -72,8 +80,8 @@ def test_no_step_restores_weights_outside_of_the_kernel(monkeypatch: pytest.Monk
     gradients(model.train())  # PEFT's first parametrization is checked by computing it.
     monkeypatch.setattr(PackedExperts, "restored", lambda self, *_: pytest.fail(f"{self!r} was restored"))
     gradients(model)
-    with pytest.raises(pytest.fail.Exception):
-        model.base_model.model.set_experts_implementation("eager")
+    model.base_model.model.set_experts_implementation("eager")
+    with pytest.raises(pytest.fail.Exception, match="was restored"):
         gradients(model)
 
 
@@ -214,7 +222,8 @@ class TestReport:
             parameter.requires_grad_("lora" in name)
         gradients(model.train())
         inert = report(model).inert
-        assert len(inert) == 4 and all(each.endswith(": other") for each in inert)
+        assert len(inert) == 4
+        assert all(each.endswith(": other") for each in inert)
 
     def test_of_a_fresh_adapter(self) -> None:
         import peft

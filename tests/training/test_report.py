@@ -54,7 +54,8 @@ def test_adapters_of_a_layer() -> None:
     model["used"](torch.randn(4, 16), topk_weights=topk_weights, topk_ids=ids).sum().backward()
     found = report(model)
     # A factor of a fresh adapter is zero, and the other one's gradient with it.
-    assert found.parameters["used.w13_a"] == "zeros" and found.parameters["used.w13_b"] == "gradient"
+    assert found.parameters["used.w13_a"] == "zeros"
+    assert found.parameters["used.w13_b"] == "gradient"
     assert found.parameters["idle.w13_b"] == "none"
     assert found.inert == ("idle",)
     assert found.unreached == {"used": (3, 5), "idle": (0, 1, 2, 3, 4, 5)}

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moereg.checkpoints import load_experts
@@ -26,11 +27,11 @@ _OF_QUANTIZED: Final = re.compile(r"(_scale_inv|weight_scale(_2)?|weight_packed|
 
 
 @register_quantization_config(_METHOD)
-class ExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class ExpertsConfig(QuantizationConfigMixin):
     """What `quantize_on_load` returns."""
 
     def __init__(self, scheme: QuantScheme | None = None, **_: Any) -> None:
-        self.quant_method = _METHOD
+        self.quant_method: Any = _METHOD
         self.scheme = scheme
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,7 +40,7 @@ class ExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 @register_quantizer(_METHOD)
-class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
+class ExpertsQuantizer(HfQuantizer):
     """Quantizes 16-bit experts one parameter at a time, or reads quantized ones once everything else is loaded."""
 
     quantization_config: ExpertsConfig
@@ -71,10 +72,10 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
                     self.forms[f"{each.name}.{name}"] = form
         return model
 
-    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:  # noqa: D102
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return param_name in self.forms
 
-    def get_quantize_ops(self) -> ConversionOps:  # noqa: D102
+    def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self.forms)
 
     @property
@@ -91,21 +92,21 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         switch(model, self.found)
         return model
 
-    def is_serializable(self, *_: Any, **__: Any) -> bool:  # noqa: D102
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False
 
     @property
-    def is_trainable(self) -> bool:  # noqa: D102
+    def is_trainable(self) -> bool:
         return True
 
 
-class _Quantize(ConversionOps):  # type: ignore[misc]
+class _Quantize(ConversionOps):
     """Runs once a parameter's checkpoint tensors are joined; whatever it returns is set."""
 
     def __init__(self, forms: dict[str, Form]) -> None:
         self._forms = forms
 
-    def convert(self, input_dict: dict[str, Any], full_layer_name: str = "", **_: Any) -> dict[str, Any]:  # noqa: D102
+    def convert(self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any) -> dict[str, Any]:
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         packed = pack(value, self._forms[full_layer_name])
@@ -132,11 +133,11 @@ def _is_quantized(files: CheckpointFiles) -> bool:
 
 
 def _merged(quantization_config: Any, from_arguments: Any) -> Any:
-    """transformers refuses another kind of config than the checkpoint's own; ours reads what the checkpoint has."""
+    """Transformers refuses another kind of config than the checkpoint's own; ours reads what the checkpoint has."""
     if isinstance(from_arguments, ExpertsConfig):
         return from_arguments
     return _MERGE(quantization_config, from_arguments)
 
 
 _MERGE: Final = AutoHfQuantizer.merge_quantization_configs
-AutoHfQuantizer.merge_quantization_configs = _merged
+AutoHfQuantizer.merge_quantization_configs = _merged  # type: ignore[method-assign, assignment]

@@ -13,8 +13,8 @@ from moereg.quantize import dequantize_rows, expert_matrix, quantize_matrices
 from moereg.spec.quant_schemes import QuantScheme
 
 FROZEN: Final = (
-    "quantized experts are frozen; moereg.integrations.transformers.dequantize_experts(model) gives parameters that can "
-    "be written, such as by merging adapters"
+    "quantized experts are frozen; moereg.integrations.transformers.dequantize_experts(model) gives parameters that "
+    "can be written, such as by merging adapters"
 )
 
 
@@ -78,7 +78,7 @@ class PackedExperts(torch.Tensor):
     def __new__(cls, stored: Mapping[str, torch.Tensor], form: Form, dtype: torch.dtype) -> PackedExperts:
         """Makes one out of canonical tensors by name."""
         codes = stored[form.matrix]
-        made: PackedExperts = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PackedExperts = torch.Tensor._make_wrapper_subclass(
             cls, form.shape(codes.shape[0]), dtype=dtype, device=codes.device
         )
         made._set(stored, form)
@@ -126,7 +126,9 @@ class PackedExperts(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         named = kwargs or {}
         if (handler := _HANDLERS.get(func.overloadpacket)) is not None and isinstance(args[0], PackedExperts):
             return handler(func, *args, **named)

@@ -25,16 +25,14 @@ def follow_peft() -> None:
     """
     if getattr(sys.modules.get("peft"), "__version__", "") not in KNOWN:
         return
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora import layer
     from peft.tuners.tuners_utils import BaseTuner
 
-    if hasattr(BaseTuner._inject_parameters, "_is_moereg"):
+    tuner: Any = BaseTuner
+    wrapper: Any = layer.ParamWrapper
+    if hasattr(tuner._inject_parameters, "_is_moereg"):
         return
-    inject, activate, factors = (
-        BaseTuner._inject_parameters,
-        ParamWrapper._activate_lora,
-        ParamWrapper.get_delta_factors,
-    )
+    inject, activate, factors = tuner._inject_parameters, wrapper._activate_lora, wrapper.get_delta_factors
 
     @functools.wraps(inject)
     def _inject_parameters(self: Any, peft_config: Any, model: torch.nn.Module, *others: Any, **named: Any) -> Any:
@@ -66,8 +64,8 @@ def follow_peft() -> None:
         return left, torch.cat([part[1] for part in parts], dim=-2), scaling
 
     _inject_parameters._is_moereg = True  # type: ignore[attr-defined]
-    BaseTuner._inject_parameters = _inject_parameters
-    ParamWrapper._activate_lora, ParamWrapper.get_delta_factors = _activate_lora, get_delta_factors
+    tuner._inject_parameters = _inject_parameters
+    wrapper._activate_lora, wrapper.get_delta_factors = _activate_lora, get_delta_factors
 
 
 def _check_unmatched(model: torch.nn.Module, targets: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from moereg.errors import ArgumentError
-from moereg.integrations._experts.blocks import FoundExperts, find_experts
+from moereg.integrations._experts.blocks import FoundExperts
 from moereg.integrations._experts.layouts import LiveExperts
 from moereg.integrations._experts.packed import Form, PackedExperts, is_packed, pack
 from moereg.integrations._experts.serving import detach, has_interface
@@ -94,7 +94,8 @@ def _freeze(module: torch.nn.Module) -> None:
 
 def dequantize_layer(module: torch.nn.Module) -> None:
     """Makes a layer's packed parameters plain ones."""
-    for name, value in list(module._parameters.items()):
+    held: dict[str, Any] = dict(module._parameters)
+    for name, value in held.items():
         if isinstance(value, PackedExperts):
             module._parameters[name] = torch.nn.Parameter(value.restored(), requires_grad=False)
     detach(module)
