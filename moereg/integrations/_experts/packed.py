@@ -105,13 +105,6 @@ class PackedExperts(torch.Tensor):
             target.copy_(form.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), dtype)))
         return found
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.fields), (self.form, self.dtype)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> PackedExperts:
-        return PackedExperts(inner, *context)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PackedExperts({list(self.shape)} {self.dtype}, {self.form.scheme.name} on {self.device})"
 
@@ -178,6 +171,14 @@ def _selected(func: Any, packed: PackedExperts, dim: int, index: int) -> torch.T
     return found
 
 
+def _set(func: Any, packed: PackedExperts, source: Any = None, *_: Any) -> PackedExperts:
+    """torch parametrizes a parameter by setting it to itself."""
+    if not isinstance(source, PackedExperts):
+        raise ArgumentError(f"a PackedExperts must be set to another one, got a plain tensor: {FROZEN}")
+    packed._set(source.stored, source.form)
+    return packed
+
+
 def _written(func: Any, packed: PackedExperts, source: torch.Tensor, *_: Any) -> PackedExperts:
     if not isinstance(source, PackedExperts):
         source = pack(source.expand(packed.shape), packed.form)
@@ -199,6 +200,7 @@ _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     _ATEN.ones_like: _like,
     _ATEN.select: _selected,
     _ATEN.copy_: _written,
+    _ATEN.set_: _set,
 }
 
 
