@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,6 +27,7 @@ class _Scratch:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._views: dict[tuple[_Shapes, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self.content: Any = None  # What the last request that said so writes.
 
     def take(self, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
         tensors = self._views.get((shapes, dtype))
@@ -49,14 +50,14 @@ class _Scratch:
 
     def release(self) -> None:
         self._views.clear()
-        self._buffer = None
+        self._buffer = self.content = None
 
 
 class _PerThread(threading.local):
-    """One thread's scratch memory, by device; freed with the thread."""
+    """One thread's scratch memory, by device and purpose; freed with the thread."""
 
     def __init__(self) -> None:
-        self.scratch: dict[torch.device, _Scratch] = {}
+        self.scratch: dict[tuple[torch.device, bool], _Scratch] = {}
 
 
 class WorkspacePool:
@@ -68,7 +69,7 @@ class WorkspacePool:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, int], _Scratch] = {}
+        self._streams: dict[tuple[torch.device, int, bool], _Scratch] = {}
         self._thread = _PerThread()
         self._all: weakref.WeakSet[_Scratch] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -89,18 +90,37 @@ class WorkspacePool:
         """Provides uninitialized tensors of the shapes, 256-byte aligned, without overlap."""
         if self._source is not None:
             return self._source(shapes, dtype, device)
-        if device.type != "cuda":
-            own = self._thread.scratch.get(device)
-            if own is None:
-                own = self._thread.scratch[device] = self._new()
-            return own.take(shapes, dtype, device)
-        if torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return _cut(_allocate(_num_bytes(shapes, dtype), device), shapes, dtype)
-        owner = (device, torch.cuda.current_stream(device).cuda_stream)
-        scratch = self._streams.get(owner)
-        if scratch is None:
-            scratch = self._streams.setdefault(owner, self._new())
-        return scratch.take(shapes, dtype, device)
+        return self._scratch(device, False).take(shapes, dtype, device)
+
+    def take_for(
+        self, content: Any, shapes: _Shapes, dtype: torch.dtype, device: torch.device
+    ) -> tuple[tuple[torch.Tensor, ...], bool]:
+        """As `take`, from a buffer of its own, which only such requests share.
+
+        Args:
+            content: Describes what the caller writes into all of it; compared by equality.
+            shapes, dtype, device: As in `take`.
+
+        Returns:
+            The tensors, and whether they hold that content because the last request was the same.
+        """
+        if self._source is not None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self.take(shapes, dtype, device), False
+        scratch, content = self._scratch(device, True), (content, shapes, dtype)
+        tensors, is_there = scratch.take(shapes, dtype, device), scratch.content == content
+        scratch.content = content
+        return tensors, is_there
+
+    def _scratch(self, device: torch.device, has_content: bool) -> _Scratch:
+        if device.type != "cuda":
+            own = self._thread.scratch.get((device, has_content))
+            if own is None:
+                own = self._thread.scratch[device, has_content] = self._new()
+            return own
+        owner = (device, torch.cuda.current_stream(device).cuda_stream, has_content)
+        return self._streams.get(owner) or self._streams.setdefault(owner, self._new())
 
     def _new(self) -> _Scratch:
         with self._lock:

@@ -26,12 +26,11 @@ def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
     """Swaps gate and up rows, with their scales, zero points and biases."""
     if matrix != "w13" or weights.num_halves != 2:
         return None
-    swapped, fmt = {}, weights.scheme.weight
+    swapped = {}
     for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
         tensor = weights.tensors().get(name)
-        # A scale of all rows has no halves, nor do scales of blocks of scales.
-        is_of_blocks = name == "w13_scale_2" and fmt is not None and fmt.nested
-        if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0 and not is_of_blocks:
+        # A scale of all rows has no halves.
+        if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
             swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)
 

@@ -36,6 +36,11 @@ class Quantized:
     zero_point: torch.Tensor | None = None
     halves: int = 1
 
+    def of(self, expert: int) -> Quantized:
+        """Views of one expert's matrix, where the leading dimension counts experts."""
+        scale_2, zero_point = (None if each is None else each[expert] for each in (self.scale_2, self.zero_point))
+        return Quantized(self.q[expert], self.scale[expert], scale_2, zero_point, self.halves)
+
 
 @functools.lru_cache(maxsize=64)
 def element_of(fmt: QuantFormat) -> Element:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,9 +27,6 @@ from moereg.weights.permuted import ExpertWeights
 
 # In fp32. Besides input and output this needs only ten temporaries of this size, which stay in cache.
 BLOCK_BYTES: Final = 4 << 20
-# Likewise for several experts at once on a GPU: 300 million int4 weights take 3.5 ms on an H200, and 13 ms in steps of
-# 32 MiB, whose launches take longer than what they launch.
-_DEVICE_BYTES: Final = 128 << 20
 
 
 @in_plain_torch
@@ -159,40 +156,24 @@ def dequantize_weights(
         dtype: The result's dtype. Products are computed in fp32 and rounded to it once; in fp64 if dtype is fp64.
 
     Returns:
-        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Besides them this takes a few times 4 MiB.
+        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. `dequantize_matrices` says what this takes besides them.
     """
-    sizes = {
-        "w13": (weights.num_halves * weights.intermediate_size, weights.hidden_size),
-        "w2": (weights.hidden_size, weights.intermediate_size),
-    }
-    found: list[torch.Tensor] = []
-    fmt = weights.scheme.weight
-    for name, (rows, columns) in sizes.items():
-        if fmt is None:
-            found.append(getattr(weights, name).to(dtype, copy=True))
-            continue
-        result = torch.empty(weights.num_experts, rows, columns, dtype=dtype, device=weights.w13.device)
-        for expert in range(weights.num_experts):
-            matrix = expert_matrix(weights.tensors(), name, expert, weights.num_halves)
-            for block in row_blocks(rows, columns, fmt):
-                result[expert, block] = dequantize_rows(matrix, fmt, columns, block, dtype)
-        found.append(result)
-    return found[0], found[1]
+    if weights.scheme.weight is None:
+        return weights.w13.to(dtype, copy=True), weights.w2.to(dtype, copy=True)
+    num_experts, hidden, width = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    sizes = (num_experts, weights.num_halves * width, hidden), (num_experts, hidden, width)
+    w13, w2 = (torch.empty(size, dtype=dtype, device=weights.w13.device) for size in sizes)
+    dequantize_into(weights, w13, w2)
+    return w13, w2
 
 
 @in_plain_torch
 def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor) -> None:
-    """Dequantizes weights into memory that is there, without waiting for the device.
-
-    Args:
-        weights: Quantized weights.
-        w13, w2: Overwritten with what `dequantize_weights` returns for their dtype, contiguous; `dequantize_matrices`
-            has what this takes besides them.
-    """
+    """Dequantizes quantized weights into memory that is there, contiguous: what `dequantize_weights` returns."""
     fmt, tensors = weights.scheme.weight, weights.tensors()
     assert fmt is not None
     for name, out in (("w13", w13), ("w2", w2)):
-        dequantize_matrices(_stored_matrix(tensors, name, slice(None), weights.num_halves), fmt, out)
+        dequantize_matrices(stored_matrices(tensors, name, weights.num_halves), fmt, out)
 
 
 @in_plain_torch
@@ -202,12 +183,12 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
     Args:
         matrices: The stored tensors, contiguous, each with a leading dimension E.
         fmt: Their format.
-        out: [E, rows, columns], contiguous, overwritten: products in fp32, rounded to its dtype once. A GPU with Triton
-            needs no other memory for the named schemes; else this takes a few times 128 MiB (on a CPU 4 MiB), or one
-            expert in fp32 if that is more.
+        out: [E, rows, columns], contiguous, overwritten as `dequantize_weights` says. On a GPU with Triton this is one
+            launch that needs no other memory; elsewhere, for fp64 and for formats that no kernel decodes, it takes a
+            few times 4 MiB, and many operations for each expert.
 
     Raises:
-        ArgumentError: Codes and `out` do not have the same matrices, or a tensor is not contiguous.
+        ArgumentError: Codes and `out` do not have the same matrices, or one of them is not contiguous.
     """
     num_experts, rows, columns = out.shape
     expected = (num_experts, rows, fmt.packed_columns(columns))
@@ -219,18 +200,10 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
         )
     if out.device.type == "cuda" and restore_in_triton(matrices, fmt, out):
         return
-    most_bytes = BLOCK_BYTES if out.device.type == "cpu" else _DEVICE_BYTES
-    step = max(1, most_bytes // (4 * rows * columns))
-    for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
-        parts = (matrices.q, matrices.scale, matrices.scale_2, matrices.zero_point)
-        found = plain_scales(Quantized(*(None if one is None else one[experts] for one in parts), matrices.halves))
-        if fmt.group == (WHOLE, WHOLE):
-            found = dataclasses.replace(found, scale=_for_rows(found.scale, rows))
-        else:
-            found = take_groups(found, fmt, slice(0, rows))
-        if found.scale_2 is not None:
-            found = dataclasses.replace(found, scale_2=_for_rows(found.scale_2, rows))
-        out[experts] = restore(found, fmt, rows, columns)
+    for expert, result in enumerate(out):
+        matrix = plain_scales(matrices.of(expert))
+        for block in row_blocks(rows, columns, fmt):
+            result[block] = dequantize_rows(matrix, fmt, columns, block, out.dtype)
 
 
 def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> bool:
@@ -239,30 +212,37 @@ def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) 
         from moereg.kernels.quantized import restore as kernel
     except ImportError:
         return False
-    if fmt.dtype not in kernel.ELEMENTS or matrices.scale.dtype not in kernel.SCALES:
+    is_decoded = fmt.dtype in kernel.ELEMENTS and matrices.scale.dtype in kernel.SCALES
+    if not is_decoded or out.dtype == torch.float64:
         return False
-    rows, columns = (0 if extent == WHOLE else extent for extent in fmt.group)
-    kernel.restore_matrices(
-        out,
-        matrices.q,
-        matrices.scale,
-        element=fmt.dtype,
-        group=(rows, columns),
-        halves=matrices.halves,
-        scale_2=matrices.scale_2,
-        zero_point=matrices.zero_point,
-        values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
-        nested_block=NESTED_BLOCK if fmt.nested else 0,
-    )
+    group_rows, group_columns = (0 if extent == WHOLE else extent for extent in fmt.group)
+    with torch.cuda.device_of(out):
+        kernel.restore_matrices(
+            *(out, matrices.q, matrices.scale),
+            element=fmt.dtype,
+            group=(group_rows, group_columns),
+            halves=matrices.halves,
+            scale_2=matrices.scale_2,
+            zero_point=matrices.zero_point,
+            values=code_values(out.device) if fmt.dtype == "nf4" or fmt.nested else None,
+            nested_block=NESTED_BLOCK,
+        )
     return True
 
 
-def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
-    """Views of one expert's matrix, `w13` or `w2`, in a layer's tensors by field, or of several experts' matrices.
+def stored_matrices(tensors: Mapping[str, torch.Tensor], name: str, num_halves: int) -> Quantized:
+    """One matrix of every expert, `w13` or `w2`, as a layer's tensors by field store it.
 
-    Quantized scales are dequantized. `num_halves` is that of the weights, 2 if the layer is gated.
+    `num_halves` is that of the weights, 2 if the layer is gated.
     """
-    return plain_scales(_stored_matrix(tensors, name, expert, num_halves))
+    scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
+    halves = num_halves if name == "w13" else 1
+    return Quantized(tensors[name], tensors[tensor_name(name, "scale")], scale_2, zero_point, halves)
+
+
+def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int, num_halves: int) -> Quantized:
+    """Views of one expert's `stored_matrices`; scales that are quantized are dequantized."""
+    return plain_scales(stored_matrices(tensors, name, num_halves).of(expert))
 
 
 def plain_scales(matrix: Quantized) -> Quantized:
@@ -271,18 +251,6 @@ def plain_scales(matrix: Quantized) -> Quantized:
         return matrix
     assert matrix.scale_2 is not None
     return dataclasses.replace(matrix, scale=decode_scales(matrix.scale, matrix.scale_2, NESTED_BLOCK), scale_2=None)
-
-
-def _stored_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice, num_halves: int) -> Quantized:
-    """Views as `expert_matrix` has them, with scales as they are stored."""
-    scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
-    return Quantized(
-        tensors[name][expert],
-        tensors[tensor_name(name, "scale")][expert],
-        None if scale_2 is None else scale_2[expert],
-        None if zero_point is None else zero_point[expert],
-        num_halves if name == "w13" else 1,
-    )
 
 
 def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
@@ -361,7 +329,7 @@ def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
     num_rows = len(matrix.q)
     found = take_groups(matrix, fmt, rows)
     if fmt.group == (WHOLE, WHOLE):
-        found = dataclasses.replace(found, scale=_for_rows(found.scale[None], num_rows)[0, rows])
+        found = dataclasses.replace(found, scale=_of_rows(found.scale, num_rows, rows))
     return dataclasses.replace(found, q=matrix.q[rows], scale_2=_of_rows(matrix.scale_2, num_rows, rows))
 
 
@@ -381,12 +349,6 @@ def take_groups(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
     )
 
 
-def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
-    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
-    return None if value is None else _for_rows(value[None], num_rows)[0, rows]
-
-
-def _for_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Expands a value for each expert [E], or for each half of one [E, halves], to one for each row [E, rows, 1]."""
-    value = value.reshape(len(value), -1)
-    return value.repeat_interleave(rows // value.shape[1], 1).unsqueeze(2)
+def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> Any:
+    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]; None stays."""
+    return None if value is None else value.reshape(-1).repeat_interleave(num_rows // value.numel())[rows, None]

@@ -46,7 +46,9 @@ from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
 from moereg.platforms import Platform
 from moereg.prepare_finalize.exchange import RowLayout
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.weights.adapters import ExpertAdapters, adapter_shapes
+from moereg.weights.quantize_weights import restore_in_triton, stored_matrices
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -120,6 +122,9 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "rounded_mx_decode": (16, "mxfp4_mxfp8", 8, 2, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
     "rounded_mx_prefill": (4096, "mxfp4_mxfp8", 8, 2, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
 }
+
+# A scheme for each element type, and for each kind of scales.
+RESTORED = ("int4_w4a16_g128_zp", "nvfp4_w4a16", "mxfp4_w4a16", "nf4", "nf4_dq", "int8_w8a16", "fp8_block128", "mxfp8")
 
 # What tells products of codes apart: types, scales that an instruction applies itself, and those of 16 columns of e2m1.
 KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale", "mxf4nvf4")
@@ -246,6 +251,16 @@ def launch_exchange(shared_bytes: int) -> None:
             all_to_all.split_rows(sent, counts, 8, layout.words)
 
 
+def launch_restoring(shared_bytes: int) -> None:
+    """Every decoder, on w13 of a layer, in the order of `RESTORED`."""
+    for scheme in map(get_scheme, RESTORED):
+        rows = scheme.tensor_rows(128, 2048, 768, num_halves=2, has_bias=False)
+        tensors = {row.name: torch.empty(row.shapes[0], dtype=row.dtype, device="meta") for row in rows}
+        out = torch.empty(128, 2 * 768, 2048, dtype=torch.bfloat16, device="meta")
+        assert scheme.weight is not None
+        assert restore_in_triton(stored_matrices(tensors, "w13", 2), scheme.weight, out)
+
+
 def launch_reads(shared_bytes: int) -> None:
     """Every way to measure the read bandwidth, on 4 GB."""
     words = torch.empty(2**30, dtype=torch.int32, device="meta")
@@ -340,6 +355,7 @@ PLAIN_CASES = {
     "exchange": launch_exchange,
     "short_routing": launch_short_routing,
     "moving": launch_moving,
+    "restoring": launch_restoring,
     "read": launch_reads,
 }
 

@@ -14,7 +14,7 @@ from moereg.kernels.quantized.restore import RestoreConfig, restore_matrices
 from moereg.quantize import Quantized, dequantize_matrices, dequantize_rows, quantize_weights
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.weights.permuted import ExpertWeights
-from moereg.weights.quantize_weights import _stored_matrix, plain_scales, restore_in_triton
+from moereg.weights.quantize_weights import plain_scales, restore_in_triton, stored_matrices
 from tests.kernels.triton_cases import BF16, DEVICE, FP16, FP32, Guarded, on_gpu
 
 FORMATS = {scheme.weight: name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None}
@@ -29,12 +29,7 @@ def stored(fmt: QuantFormat, num_experts: int, rows: int, columns: int, halves: 
     w2 = torch.randn(num_experts, columns, rows // halves, device=DEVICE)
     scheme = QuantScheme("tested", fmt)
     weights = quantize_weights(ExpertWeights(w13=x, w2=w2), scheme, separate_halves=True)
-    return _stored_matrix(weights.tensors(), "w13", slice(None), halves)
-
-
-def _one(matrices: Quantized, expert: int) -> Quantized:
-    parts = (matrices.q, matrices.scale, matrices.scale_2, matrices.zero_point)
-    return plain_scales(Quantized(*(None if part is None else part[expert] for part in parts), matrices.halves))  # type: ignore[arg-type]
+    return stored_matrices(weights.tensors(), "w13", halves)
 
 
 def check(matrices: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -42,7 +37,7 @@ def check(matrices: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype:
     assert restore_in_triton(matrices, fmt, found.tensor)
     found.check()
     for expert, one in enumerate(found.tensor):
-        expected = dequantize_rows(_one(matrices, expert), fmt, columns, slice(None), dtype)
+        expected = dequantize_rows(plain_scales(matrices.of(expert)), fmt, columns, slice(None), dtype)
         is_nan = expected.isnan()
         assert torch.equal(one.isnan(), is_nan)
         number = {2: torch.int16, 4: torch.int32}[dtype.itemsize]  # Zeros have their sign.
@@ -107,7 +102,7 @@ def test_what_no_kernel_decodes_is_left_to_torch() -> None:
     assert not restore_in_triton(matrices, fmt, out)
     assert out.isnan().all()
     dequantize_matrices(matrices, fmt, out)
-    assert torch.equal(out[1], dequantize_rows(_one(matrices, 1), fmt, 24, slice(None), BF16))
+    assert torch.equal(out[1], dequantize_rows(matrices.of(1), fmt, 24, slice(None), BF16))
 
 
 @pytest.mark.parametrize("spoiled", ["shape", "codes", "out"])

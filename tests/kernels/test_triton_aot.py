@@ -215,6 +215,13 @@ def check_moving(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
         check_resources(row, 192 if row["case"] == "exchange" else 64 if target == "sm_80" else 63)
 
 
+def check_restoring(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    assert [row["kernel"] for row in rows] == ["restore"] * 8
+    for row in rows:
+        check_resources(row, 64)
+        assert row["narrow_loads"] == 0, row
+
+
 def check_coded(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
     products = [(row["case"], row["kernel"]) for row in rows if row["kernel"].startswith("quantized_")]
     assert products == [(case, f"quantized_{name}") for case in cases for name in ("gate_up", "down")]
@@ -283,6 +290,7 @@ RUNS: dict[str, tuple[Callable[[str, Rows, tuple[str, ...]], None], Cases]] = {
     "slow 16 bits": (check_16_bits, SLOW_CASES),
     "slow packed weights": (check_packed, dict.fromkeys(TARGETS, PACKED_CASES)),
     "slow moving": (check_moving, MOVING_CASES),
+    "slow restoring": (check_restoring, dict.fromkeys(("sm_80", "sm_90", "gfx942"), ("restoring",))),
     "slow codes elsewhere": (check_coded, CODED_CASES),
     "slow codes": (check_coded, SLOW_CODED_CASES),
     "slow rounded": (check_rounded, SLOW_ROUNDED_CASES),

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from moereg.numerics.reference import relative_error
 from moereg.quantize import (
-    dequantize_into,
     dequantize_rows,
     dequantize_weights,
     expert_matrix,
@@ -53,21 +52,6 @@ def quantized(weights: ExpertWeights, name: str, **options: bool) -> ExpertWeigh
     is_static = fmt is not None and fmt.static
     scales = {"a13_scale": torch.tensor(0.01), "a2_scale": torch.ones(weights.num_experts)} if is_static else {}
     return quantize_weights(weights, name, **scales, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("separate_halves", [False, True])
-def test_several_experts_at_once_have_the_same_bits(
-    name: str, separate_halves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for sizes, dtype in (((200, 72), torch.bfloat16), ((33, 7), torch.float32), ((130, 136), torch.float16)):
-        weights = quantized(make_weights(5, *sizes), name, separate_halves=separate_halves)
-        expected = dequantize_weights(weights, dtype)
-        for bytes_at_once in (1, 4 * 2 * expected[1][0].numel(), 1 << 30):
-            monkeypatch.setattr(quantize_module, "BLOCK_BYTES", bytes_at_once)
-            found = [torch.empty_like(matrices) for matrices in expected]
-            dequantize_into(weights, *found)
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

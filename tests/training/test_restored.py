@@ -20,7 +20,7 @@ from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
-from moereg.quantize import dequantize_weights
+from moereg.quantize import dequantize_into, dequantize_weights
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.quant_schemes import QUANT_SCHEMES
@@ -181,6 +181,36 @@ def test_a_backward_pass_after_another_layer_restores_again(rank: int) -> None:
     found = [first.backward(outs[0]), second.backward(outs[1])]
     for wanted, gradients in zip(alone, found, strict=True):
         assert all(torch.equal(wanted[name], gradient) for name, gradient in gradients.items())
+
+
+def test_a_backward_pass_reads_what_its_layer_restored_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a layer is recomputed for it; a forward pass always restores, since weights may have been reloaded."""
+    restored: list[int] = []
+
+    def counted(weights: moereg.ExpertWeights, *out: torch.Tensor) -> None:
+        restored.append(weights.w13.data_ptr())
+        dequantize_into(weights, *out)
+
+    monkeypatch.setattr("moereg.layer.restored.dequantize_into", counted)
+    first, second = (Frozen.drawn(frozen_problem(), seed=seed) for seed in (0, 1))
+    one, other = first.weights.w13.data_ptr(), second.weights.w13.data_ptr()
+    first.backward(first.forward())
+    assert restored == [one]
+    outs = [layer.forward() for layer in (first, first, second)]
+    for layer, out in zip((second, first, first), reversed(outs), strict=True):
+        layer.backward(out)
+    assert restored == [one, one, one, other, one]
+    # With other sizes and dtypes too, the memory is as large as the largest needs.
+    held, wide = WORKSPACES.num_bytes, Frozen.drawn(frozen_problem(dtype="float32", hidden_size=264))
+    wide.check()
+    assert WORKSPACES.num_bytes > held
+    WORKSPACES.release()
+    out = first.forward()
+    WORKSPACES.release()
+    del restored[:]
+    first.backward(out)
+    assert restored == [one]
+    first.check()
 
 
 def test_it_says_that_weights_are_restored() -> None:

@@ -89,14 +89,11 @@ def _restore_kernel(
     num_rows,
     size,
     stride_q,
+    num_row_groups,
     num_groups,
     part_rows,
     part_groups,
-    global_rows,
-    expert_scales,
-    expert_scales_2,
-    expert_zero_points,
-    stride_zero_points,
+    num_scales_2,
     ELEMENT: tl.constexpr,
     BITS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -135,17 +132,18 @@ def _restore_kernel(
     if not found.dtype.is_floating():
         middle = 0 if ELEMENT == "int8" else 1 << (BITS - 1)
         if zero_point is not None:
-            places = row_groups * stride_zero_points + groups * BITS // 8
-            middle = tl.load(zero_point + expert * expert_zero_points + places, mask=mask, other=0).to(tl.int32)
+            stride = tl.cdiv(num_groups * BITS, 8)
+            places = expert * num_row_groups * stride + (row_groups * stride + groups * BITS // 8)
+            middle = tl.load(zero_point + places, mask=mask, other=0).to(tl.int32)
             if BITS == 4:
                 middle = (middle >> (groups % 2 * 4)) & 15
         found = (found - middle).to(tl.float32)
     if scale_2 is not None:
-        scale_2 += expert * expert_scales_2
-    places = row_groups * num_groups + groups
-    found *= _load_scales(scale + expert * expert_scales, scale_2, values, places, mask, SCALE, NESTED_BLOCK)
+        scale_2 += expert * num_scales_2
+    scale += expert * num_row_groups * num_groups
+    found *= _load_scales(scale, scale_2, values, row_groups * num_groups + groups, mask, SCALE, NESTED_BLOCK)
     if scale_2 is not None and SCALE != "nested":
-        found *= tl.load(scale_2 + rows // global_rows, mask=in_rows, other=0.0)
+        found *= tl.load(scale_2 + rows // (num_rows // num_scales_2), mask=in_rows, other=0.0)
     target = out + expert * num_rows * size + (rows * size + columns)
     tl.store(target, found.to(out.dtype.element_ty), mask=in_rows & (columns < size))
 
@@ -177,8 +175,7 @@ def restore_matrices(
             what multiplies the values of `nested_block` of them in order; or None.
         zero_point: uint8 [E, row groups, groups], 4-bit ones packed like codes; or None.
         values: fp32 [16 + 256], the values of nf4 codes and of quantized scales, for either.
-        nested_block: see `scale_2`.
-        config: launch configuration; None: the usual one.
+        config: None: the usual one.
     """
     num_experts, num_rows, size = out.shape
     bits = 4 if element in _FOUR_BITS else 8
@@ -189,19 +186,18 @@ def restore_matrices(
     kind, config = SCALES[scale.dtype], config or RestoreConfig()
     assert (values is not None or not (element == "nf4" or kind == "nested")) and (kind != "nested" or nested_block)
     group_rows, group_columns = group
-    # Parts of the rows that begin with a group: halves, where a group spans all rows those that have their own scale.
-    parts = scale[0].numel() if group == (0, 0) else 1 if group_rows == 0 else halves
-    part_rows = num_rows // parts
+    num_groups = triton.cdiv(size, group_columns or size)
+    num_row_groups = scale[0].numel() // num_groups
+    # A part begins with a group of rows.
+    part_rows = num_rows // (halves if group_rows else num_row_groups)
+    part_groups = triton.cdiv(part_rows, group_rows or part_rows)
     rows, columns = config.tile(size)
     launch(
         _restore_kernel,
         (triton.cdiv(num_rows, rows) * triton.cdiv(size, columns), num_experts),
         *(out, q if element == "int8" else q.view(torch.uint8), scale.view(torch.uint8) if kind[0] == "e" else scale),
-        *(scale_2, zero_point, values, num_rows, size, q.shape[2], triton.cdiv(size, group_columns or size)),
-        *(part_rows, triton.cdiv(part_rows, group_rows or part_rows)),
-        num_rows if scale_2 is None or kind == "nested" else num_rows // scale_2[0].numel(),
-        *(0 if one is None else one[0].numel() for one in (scale, scale_2, zero_point)),
-        0 if zero_point is None else zero_point.shape[2],
+        *(scale_2, zero_point, values, num_rows, size, q.shape[2], num_row_groups, num_groups, part_rows, part_groups),
+        1 if scale_2 is None else scale_2[0].numel(),
         ELEMENT=element,
         BITS=bits,
         SCALE=kind,
