@@ -438,23 +438,26 @@ def quantize_experts(
     return result
 
 
-def quantize_on_load(scheme: QuantScheme | str | None = None) -> Any:
+def quantize_on_load(scheme: QuantScheme | str | None = None, *, read: Callable[..., Any] | None = None) -> Any:
     """A `quantization_config` for `from_pretrained`, which quantizes experts while a model loads.
 
-    A checkpoint in 16 bits is quantized layer by layer, so that at most one layer is there in 16 bits. Of a checkpoint
-    with quantized experts, such as gpt-oss's MXFP4, those are read as they are by `load_experts`.
+    A checkpoint in 16 bits is quantized one parameter at a time, so that at most three layers are there in 16 bits. Of
+    a checkpoint whose experts alone are quantized, such as gpt-oss's MXFP4, those are read as they are.
 
     Args:
-        scheme: As in `quantize_experts`; None for a checkpoint with quantized experts.
+        scheme: As in `quantize_experts`, for a checkpoint in 16 bits.
+        read: `moereg.load_experts`, for a checkpoint with quantized experts.
 
     Raises:
-        ArgumentError: As in `quantize_experts`, from `from_pretrained` too, or transformers is missing or too old.
+        ArgumentError: Not one of the two is given, or as in `quantize_experts`, from `from_pretrained` too.
         UnknownSchemeError: No scheme has that name.
     """
+    if (scheme is None) is (read is None):
+        raise ArgumentError("quantize_on_load needs a scheme or read=moereg.load_experts, got both or none; give one")
     _register_with_peft()
     from moereg.integrations._experts.loading import ExpertsConfig
 
-    return ExpertsConfig(None if scheme is None else quantized.check_scheme(scheme))
+    return ExpertsConfig(None if scheme is None else quantized.check_scheme(scheme), read)
 
 
 def dequantize_experts(model: torch.nn.Module) -> None:

@@ -243,7 +243,7 @@ def saved(model: Any, folder: Path) -> Path:
 def loaded(folder: Path, scheme: str | None, **others: Any) -> Any:
     import transformers
 
-    config = quantize_on_load(scheme)
+    config = quantize_on_load(scheme) if scheme else quantize_on_load(read=moereg.load_experts)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **others)
 
 
@@ -324,10 +324,13 @@ def alternating(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2).contiguous()
 
 
-def test_mxfp4_is_read_before_anything_is_swizzled(mxfp4: Path) -> None:
+def test_mxfp4_is_read_before_anything_is_swizzled(mxfp4: Path, caplog: pytest.LogCaptureFixture) -> None:
     import transformers
 
-    found = loaded(mxfp4, None, dtype=torch.bfloat16)
+    with caplog.at_level(logging.INFO, "moereg"):
+        found = loaded(mxfp4, None, dtype=torch.bfloat16)
+    # Of each of 4 experts 192 x 64 and 64 x 96 codes, a scale for 32 of them, and 192 + 64 biases.
+    assert "experts of 2 layers in mxfp4_w4a16: 82.4 kB, gate and up rows put one after the other" in caplog.text
     plain = transformers.AutoModelForCausalLM.from_pretrained(
         mxfp4, quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
@@ -389,6 +392,10 @@ class TestRefused:
             quantize_experts(model, scheme)
         assert not is_packed(experts_of(model).gate_up_proj)
 
+    def test_neither_a_scheme_nor_a_reader(self) -> None:
+        with pytest.raises(ArgumentError, match="got both or none; give one"):
+            quantize_on_load()
+
     def test_twice(self) -> None:
         model, _ = packed_pair("mixtral")
         with pytest.raises(ArgumentError, match=r"is quantized already; call dequantize_experts\(model\)"):
@@ -400,7 +407,7 @@ class TestRefused:
             quantize_experts(tiny_model(family), SCHEME)
 
     def test_checkpoints(self, mxfp4: Path, tmp_path: Path) -> None:
-        with pytest.raises(ArgumentError, match="for quantized ones; leave it out"):
+        with pytest.raises(ArgumentError, match=r"read=moereg\.load_experts for a checkpoint with quantized experts"):
             loaded(mxfp4, SCHEME)
         tensors = load_file(mxfp4 / "model.safetensors")
         tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
@@ -409,7 +416,7 @@ class TestRefused:
             loaded(mxfp4, None)
 
     def test_a_checkpoint_in_16_bits_without_a_scheme(self, tmp_path: Path) -> None:
-        with pytest.raises(ArgumentError, match="for 16-bit ones; name one"):
+        with pytest.raises(ArgumentError, match="needs a scheme for a checkpoint with 16-bit experts"):
             loaded(saved(tiny_model("mixtral"), tmp_path), None)
 
     def test_weights_that_require_gradients(self, caplog: pytest.LogCaptureFixture) -> None:

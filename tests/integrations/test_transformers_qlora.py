@@ -185,6 +185,13 @@ def test_losses_are_those_of_eager_on_restored_weights(
     assert "infer" not in steps
 
 
+def test_compiled_models(steps: list[str]) -> None:
+    model, plain = adapted_pair("qwen3_moe")
+    found = gradients(torch.compile(model.train(), backend="aot_eager"))
+    assert same({name.removeprefix("_orig_mod."): each for name, each in found.items()}, gradients(plain.train()))
+    assert steps.count("forward") == 2
+
+
 class TestReport:
     def test_of_experts_and_attention(self) -> None:
         model, plain = adapted_pair("qwen3_moe", **_ATTENTION)

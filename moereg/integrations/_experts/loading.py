@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moereg.checkpoints import load_experts
-from moereg.checkpoints._files import CheckpointFiles
 from moereg.errors import ArgumentError
-from moereg.integrations._experts.blocks import FoundExperts, find_experts, switch
-from moereg.integrations._experts.packed import Form, pack
-from moereg.integrations._experts.quantized import forms_of, layer_index, packable, put
+from moereg.integrations._experts.blocks import find_experts, switch
+from moereg.integrations._experts.packed import Form, pack, stored_in
+from moereg.integrations._experts.quantized import forms_of, layer_index, packable, put, scheme_of
+from moereg.runtime.memory import format_bytes
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
-from moereg.weights.permuted import ExpertWeights
 
+_LOGGER: Final = logging.getLogger("moereg")
 _METHOD: Final = "moereg"
 _OF_QUANTIZED: Final = re.compile(r"(_scale_inv|weight_scale(_2)?|weight_packed|qweight|absmax|_blocks|_scales)$")
 """Names of tensors that only quantized weights have."""
@@ -30,9 +32,9 @@ _OF_QUANTIZED: Final = re.compile(r"(_scale_inv|weight_scale(_2)?|weight_packed|
 class ExpertsConfig(QuantizationConfigMixin):
     """What `quantize_on_load` returns."""
 
-    def __init__(self, scheme: QuantScheme | None = None, **_: Any) -> None:
+    def __init__(self, scheme: QuantScheme | None = None, read: Callable[..., Any] | None = None, **_: Any) -> None:
         self.quant_method: Any = _METHOD
-        self.scheme = scheme
+        self.scheme, self.read = scheme, read
 
     def to_dict(self) -> dict[str, Any]:
         """Text alone, since configs are written as JSON."""
@@ -48,24 +50,24 @@ class ExpertsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
     ) -> Any:
-        self.found, self.forms, self.folder = find_experts(model), {}, None
+        self.found, self.forms = find_experts(model), {}
         if not self.found:
             raise ArgumentError(f"{type(model).__name__} has no routed experts that moereg knows; load it as it is")
-        folder = Path((checkpoint_files or ["."])[0]).parent
-        with CheckpointFiles(folder) as files:
-            self.pre_quantized = _is_quantized(files)
+        files, scheme = checkpoint_files or [], self.quantization_config.scheme
+        self.pre_quantized = _has_quantized_experts(files)
+        if self.pre_quantized is not (scheme is None):
+            has, wants = ("quantized", "read=moereg.load_experts") if self.pre_quantized else ("16-bit", "a scheme")
+            raise ArgumentError(f"quantize_on_load needs {wants} for a checkpoint with {has} experts; give it instead")
         if self.pre_quantized:
-            self.folder = folder
+            self.folder = Path(files[0]).parent
             ignored = set(model._keys_to_ignore_on_load_unexpected or ())
             model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\."}
-        scheme = self.quantization_config.scheme
-        if (scheme is None) is not self.pre_quantized:
-            kind, cure = ("quantized", "leave it out") if self.pre_quantized else ("16-bit", "name one")
-            raise ArgumentError(f"scheme must be given for 16-bit experts alone, got {scheme} for {kind} ones; {cure}")
         for each in self.found:
             live = packable(each)
             each.module._is_hf_initialized = self.pre_quantized  # type: ignore[assignment]
-            for name, form in forms_of(each.module, live, scheme or get_scheme("unquantized")).items():
+            forms = forms_of(each.module, live, scheme or get_scheme("unquantized"))
+            self._alternates = any(form.is_alternating for form in forms.values())
+            for name, form in forms.items():
                 if self.pre_quantized:
                     each.module._parameters[name] = None  # Nothing is missing, and nothing is made to fill it.
                 else:
@@ -86,10 +88,19 @@ class ExpertsQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for each in self.found:
-            if self.folder is not None:
-                put(each, _read(self.folder, each, model), model.dtype)
+            if self.pre_quantized:
+                block = model.get_submodule(each.name.rpartition(".")[0])
+                device = next(block.parameters()).device  # Of its router, which is loaded.
+                read = self.quantization_config.read
+                assert read is not None, "a scheme is for 16-bit experts"
+                put(each, read(self.folder, layer_index(each), device=device).weights, model.dtype)
             each.module.requires_grad_(False)
         switch(model, self.found)
+        held = [part for each in self.found for one in each.module.parameters() for part in stored_in(one)]
+        schemes = ", ".join(dict.fromkeys(scheme_of(each.module).name for each in self.found))
+        size = format_bytes(sum(one.numel() * one.element_size() for one in held))
+        order = ", gate and up rows put one after the other" if self._alternates else ""
+        _LOGGER.info("experts of %d layers in %s: %s%s", len(self.found), schemes, size, order)
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
@@ -113,23 +124,20 @@ class _Quantize(ConversionOps):
         return {full_layer_name: torch.nn.Parameter(packed, requires_grad=False)}
 
 
-def _read(folder: Path, found: FoundExperts, model: Any) -> ExpertWeights:
-    block = model.get_submodule(found.name.rpartition(".")[0])
-    device = next(block.parameters()).device  # Of its router, which is loaded.
-    return load_experts(folder, layer_index(found), device=device).weights
-
-
-def _is_quantized(files: CheckpointFiles) -> bool:
-    """Whether a checkpoint's experts are; else an error if other weights are, which nobody would dequantize."""
-    if files.quantization is None:
-        return False
-    others = [name for name in files.file_of if "expert" not in name and _OF_QUANTIZED.search(name)]
+def _has_quantized_experts(files: Sequence[str]) -> bool:
+    """Whether safetensors files have such, by names; an error if other weights are, which nobody would dequantize."""
+    found = []
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, "pt") as tensors:
+                found += [name for name in tensors.keys() if _OF_QUANTIZED.search(name)]  # noqa: SIM118
+    others = [name for name in found if ".experts." not in name]
     if others:
         raise ArgumentError(
             f"quantize_on_load reads checkpoints whose experts alone are quantized, got {others[0]!r}; load the model "
             "without it, and call quantize_experts(model, weights=...)"
         )
-    return True
+    return bool(found)
 
 
 def _merged(quantization_config: Any, from_arguments: Any) -> Any:

@@ -172,7 +172,7 @@ def _selected(func: Any, packed: PackedExperts, dim: int, index: int) -> torch.T
 
 
 def _set(func: Any, packed: PackedExperts, source: Any = None, *_: Any) -> PackedExperts:
-    """torch parametrizes a parameter by setting it to itself."""
+    """Torch parametrizes a parameter by setting it to itself."""
     if not isinstance(source, PackedExperts):
         raise ArgumentError(f"a PackedExperts must be set to another one, got a plain tensor: {FROZEN}")
     packed._set(source.stored, source.form)
