@@ -209,7 +209,7 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
 def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> bool:
     """Does what `dequantize_matrices` does in one launch; returns False if Triton or a decoder is missing."""
     try:
-        from moereg.kernels.quantized import restore as kernel
+        from moereg.kernels import restore as kernel
     except ImportError:
         return False
     is_decoded = fmt.dtype in kernel.ELEMENTS and matrices.scale.dtype in kernel.SCALES

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moereg.errors import ArgumentError
-from moereg.kernels.quantized.restore import RestoreConfig, restore_matrices
+from moereg.kernels.restore import RestoreConfig, restore_matrices
 from moereg.quantize import Quantized, dequantize_matrices, dequantize_rows, quantize_weights
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.weights.permuted import ExpertWeights

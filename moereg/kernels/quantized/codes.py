@@ -40,35 +40,6 @@ def amax_bits(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def decode_e8m0(code):
-    """Powers of two whose exponents are stored, int32 codes, in fp32."""
-    # 2^-127 is subnormal, and 255 is NaN.
-    bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _decode_small_float(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
-    """Small floats with these codes, int32, in fp32, without infinity or NaN."""
-    SIGN: tl.constexpr = 1 << (BITS - 1)
-    bits = ((code & (SIGN - 1)) << (23 - MANTISSA_BITS)) | ((code & SIGN) << (32 - BITS))
-    # Subnormal numbers are subnormal in fp32 too before this product.
-    return bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS)
-
-
-@triton.jit
-def decode_e2m1(code):
-    """float4_e2m1fn with these codes, int32, in fp32."""
-    return _decode_small_float(code, 4, 1, 1)
-
-
-@triton.jit
-def decode_e4m3(code):
-    """float8_e4m3fn with these codes, int32, in fp32: not every device converts them."""
-    return tl.where((code & 127) == 127, float("nan"), _decode_small_float(code, 8, 3, 7))
-
-
-@triton.jit
 def scale_of_bits(bits, MAX_CODE: tl.constexpr, E8M0: tl.constexpr):
     """Scales that map the largest magnitudes to the largest code.
 
@@ -81,7 +52,8 @@ def scale_of_bits(bits, MAX_CODE: tl.constexpr, E8M0: tl.constexpr):
         scale_bits = scale.to(tl.int32, bitcast=True)
         code = tl.where(scale_bits <= 0x400000, 0, (scale_bits + 0x7FFFFF) >> 23)
         code = tl.where(bits == 0, 127, tl.where(bits >= 0x7F800000, 255, code))
-        return decode_e8m0(code), code
+        scale_bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        return scale_bits.to(tl.float32, bitcast=True), code
     else:
         scale = tl.where(bits == 0, 1.0, tl.maximum(scale, 1.1754943508222875e-38))
         scale = tl.where(bits >= 0x7F800000, float("nan"), scale)

@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_again
-from moereg.kernels.quantized.codes import (
-    amax_bits,
-    decode_e8m0,
-    divide,
-    encode,
-    load_rows,
-    quantize_tile,
-    scale_of_bits,
-)
+from moereg.kernels.quantized.codes import amax_bits, divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.sizes import GROUPED_BLOCK
 
@@ -100,7 +92,10 @@ def quantize_tokens(q: torch.Tensor, scales: torch.Tensor, hidden_states: torch.
 def _restored(codes, scale):
     """Dequantizes codes to fp32; scales are fp32, or exponents in uint8."""
     if scale.dtype == tl.uint8:
-        scale = decode_e8m0(scale.to(tl.int32))
+        exponent = scale.to(tl.int32)
+        # 2^-127 is subnormal, and 255 is NaN.
+        bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+        scale = bits.to(tl.float32, bitcast=True)
     return codes.to(tl.float32) * scale
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import decode_e2m1, decode_e4m3, decode_e8m0
+from moereg.kernels.quantized.rows_moved import _restored
 
 _FOUR_BITS: Final = ("uint4", "float4_e2m1fn", "nf4")
 ELEMENTS: Final = (*_FOUR_BITS, "int8", "uint8", "float8_e4m3fn")
@@ -51,31 +51,41 @@ class RestoreConfig:
 
 
 @triton.jit
+def _small_float(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
+    """Small floats with these codes, int32, in fp32: not every device converts them."""
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    bits = ((code & (SIGN - 1)) << (23 - MANTISSA_BITS)) | ((code & SIGN) << (32 - BITS))
+    # Subnormal numbers are subnormal in fp32 too before this product.
+    found = bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS)
+    # e2m1 has no NaN.
+    return tl.where((code & 127) == 127, float("nan"), found) if BITS == 8 else found
+
+
+@triton.jit
 def _decode(codes, values, ELEMENT: tl.constexpr):
     """Decodes codes, int32, to fp32; those of integers stay as they are."""
     if ELEMENT == "nf4":
         return tl.load(values + codes)
     elif ELEMENT == "float4_e2m1fn":
-        return decode_e2m1(codes)
+        return _small_float(codes, 4, 1, 1)
     elif ELEMENT == "float8_e4m3fn":
-        return decode_e4m3(codes)
+        return _small_float(codes, 8, 3, 7)
     else:
         return codes
 
 
 @triton.jit
-def _load_scales(scale, scale_2, values, places, mask, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr):
-    """An expert's scales at these places, in fp32."""
-    codes = tl.load(scale + places, mask=mask, other=0)
-    if SCALE == "e8m0":
-        return decode_e8m0(codes.to(tl.int32))
-    elif SCALE == "e4m3":
-        return decode_e4m3(codes.to(tl.int32))
+def _scaled(found, scale, scale_2, values, places, mask, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr):
+    """Multiplies numbers by an expert's scales at these places."""
+    scales = tl.load(scale + places, mask=mask, other=0)
+    if SCALE == "e4m3":
+        scales = _small_float(scales.to(tl.int32), 8, 3, 7)
     elif SCALE == "nested":
         factor = tl.load(scale_2 + 1 + places // NESTED_BLOCK, mask=mask, other=0.0)
-        return tl.load(values + 16 + codes.to(tl.int32)) * factor + tl.load(scale_2)
-    else:
-        return codes.to(tl.float32)
+        scales = tl.load(values + 16 + scales.to(tl.int32)) * factor + tl.load(scale_2)
+    elif SCALE == "float":
+        scales = scales.to(tl.float32)
+    return _restored(found, scales)  # It reads powers of two from exponents.
 
 
 @triton.jit
@@ -141,7 +151,7 @@ def _restore_kernel(
     if scale_2 is not None:
         scale_2 += expert * num_scales_2
     scale += expert * num_row_groups * num_groups
-    found *= _load_scales(scale, scale_2, values, row_groups * num_groups + groups, mask, SCALE, NESTED_BLOCK)
+    found = _scaled(found, scale, scale_2, values, row_groups * num_groups + groups, mask, SCALE, NESTED_BLOCK)
     if scale_2 is not None and SCALE != "nested":
         found *= tl.load(scale_2 + rows // (num_rows // num_scales_2), mask=in_rows, other=0.0)
     target = out + expert * num_rows * size + (rows * size + columns)
