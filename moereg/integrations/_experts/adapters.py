@@ -52,7 +52,7 @@ def factors_of(module: torch.nn.Module, name: str) -> Factors | None:
     entry = computed[0]
     if len(computed) > 1 or type(entry).__name__ != _FACTORS or not {"lhs", "rhs", "scaling"} <= vars(entry).keys():
         return None
-    if not torch.compiler.is_compiling() and _skip_check(type(entry)) and torch.is_grad_enabled():
+    if not torch.compiler.is_compiling() and skip_check(type(entry)) and torch.is_grad_enabled():
         # A checkpoint that recomputes this call has to save the same tensors again.
         for each in module.parametrizations.values():  # type: ignore[operator]
             each.original.moereg_is_checked = True
@@ -102,7 +102,7 @@ def _reason(module: torch.nn.Module, name: str) -> str:
     return f"{' and '.join(kinds)} computes {name}, which is not one adapter of PEFT's LoRA"
 
 
-def _skip_check(kind: Any) -> bool:
+def skip_check(kind: Any) -> bool:
     """Lets torch's check of a parametrization, PEFT's first use of each one, compare a tensor on meta.
 
     Otherwise each call computes all weights of the layer once, and drops them.

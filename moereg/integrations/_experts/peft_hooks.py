@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from moereg.errors import ArgumentError, shown
-from moereg.integrations._experts.adapters import KNOWN
+from moereg.integrations._experts.adapters import KNOWN, skip_check
 from moereg.integrations._experts.packed import PackedExperts
 from moereg.integrations._experts.serving import NAMES, served
 
@@ -32,6 +32,7 @@ def follow_peft() -> None:
     wrapper: Any = layer.ParamWrapper
     if hasattr(tuner._inject_parameters, "_is_moereg"):
         return
+    skip_check(layer._LoraFactorsProxy)
     inject, activate, factors = tuner._inject_parameters, wrapper._activate_lora, wrapper.get_delta_factors
 
     @functools.wraps(inject)
