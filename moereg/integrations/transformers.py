@@ -31,7 +31,7 @@ from moereg.evidence.ledger import evidence_of
 from moereg.integrations._experts import memory, quantized, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch, switch
 from moereg.integrations._experts.calls import call
-from moereg.integrations._experts.packed import is_packed
+from moereg.integrations._experts.packed import packed_in
 from moereg.integrations._experts.peft_hooks import follow_peft
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.warm_up import WarmUp, check_token_counts
@@ -45,7 +45,6 @@ from moereg.weights.permuted import ExpertWeights
 __all__ = [
     "LayerChoice",
     "PreparedModel",
-    "QuantizedModel",
     "dequantize_experts",
     "explain_model",
     "prepare",
@@ -368,40 +367,16 @@ def restore(model: torch.nn.Module) -> None:
                 serving.detach(module)
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizedModel:
-    """Result of `quantize_experts`.
-
-    Attributes:
-        schemes: The scheme of each layer with experts, by dotted name.
-        bytes_before: Bytes of the model's parameters and buffers before.
-        bytes_after: The same after.
-    """
-
-    schemes: Mapping[str, str]
-    bytes_before: int
-    bytes_after: int
-
-    def __str__(self) -> str:
-        """One line."""
-        schemes = ", ".join(dict.fromkeys(self.schemes.values()))
-        return (
-            f"experts of {len(self.schemes)} layers in {schemes}; weights: {format_bytes(self.bytes_before)} before, "
-            f"{format_bytes(self.bytes_after)} now"
-        )
-
-
 def quantize_experts(
     model: torch.nn.Module,
     scheme: QuantScheme | str | None = None,
     *,
     weights: Callable[[int], ExpertWeights] | None = None,
-) -> QuantizedModel:
-    """Stores a model's experts quantized and freezes them, so that adapters above them train.
+) -> str:
+    """Stores a model's experts quantized and freezes them, layer by layer, so that adapters above them train.
 
-    Each parameter keeps its name, shape and dtype. PEFT's `target_parameters` finds it, moereg runs the experts on the
-    quantized weights and takes adapters by their factors, and every other operation on it restores its values.
-    Layers are quantized one by one.
+    Each parameter keeps its name, shape and dtype: PEFT's `target_parameters` finds it, and moereg runs the experts with
+    adapters by their factors. Every other operation on it restores its values.
 
     Args:
         model: A model whose experts use transformers' interface, each layer on one device.
@@ -411,7 +386,7 @@ def quantize_experts(
             `lambda layer: moereg.load_experts(path, layer).weights`.
 
     Returns:
-        Each layer's scheme, and memory before and after; `print` shows it.
+        A line with the scheme, and memory before and after.
 
     Raises:
         ArgumentError: A layer cannot be quantized; says why. Layers before it are quantized.
@@ -419,8 +394,6 @@ def quantize_experts(
     """
     _register_with_peft()
     found = find_experts(model)
-    if not found:
-        raise ArgumentError(f"{type(model).__name__} has no routed experts that moereg knows")
     wanted = None if scheme is None else quantized.check_scheme(scheme)
     restore(model)
     before = memory.held_bytes(model)
@@ -431,18 +404,18 @@ def quantize_experts(
             quantized.quantize_layer(each, wanted, _hidden_dtype(model))
         else:
             quantized.put(each, weights(quantized.layer_index(each)), _hidden_dtype(model))
+        each.module.requires_grad_(False)
     switch(model, found)
-    schemes = {each.name: quantized.scheme_of(each.module).name for each in found}
-    result = QuantizedModel(schemes, before, memory.held_bytes(model))
-    _LOGGER.info("%s", result)
-    return result
+    said = f"{packed_in(model)}; weights: {format_bytes(before)} before, {format_bytes(memory.held_bytes(model))} now"
+    _LOGGER.info("%s", said)
+    return said
 
 
 def quantize_on_load(scheme: QuantScheme | str | None = None, *, read: Callable[..., Any] | None = None) -> Any:
     """A `quantization_config` for `from_pretrained`, which quantizes experts while a model loads.
 
-    A checkpoint in 16 bits is quantized one parameter at a time, so that at most three layers are there in 16 bits. Of
-    a checkpoint whose experts alone are quantized, such as gpt-oss's MXFP4, those are read as they are.
+    At most three layers of a checkpoint in 16 bits are in memory at once. Where experts alone are quantized, as in
+    gpt-oss's MXFP4, they are read as they are.
 
     Args:
         scheme: As in `quantize_experts`, for a checkpoint in 16 bits.
@@ -461,15 +434,14 @@ def quantize_on_load(scheme: QuantScheme | str | None = None, *, read: Callable[
 
 
 def dequantize_experts(model: torch.nn.Module) -> None:
-    """Undoes `quantize_experts`, but for the rounding: parameters hold the restored values in their dtype.
+    """Undoes `quantize_experts`, but for the rounding: parameters hold the restored values, into which adapters merge.
 
     Args:
-        model: A model; experts that are not quantized stay as they are. `merge_and_unload` merges adapters afterwards.
+        model: A model; experts that are not quantized stay as they are.
     """
     restore(model)
     for module in model.modules():
-        if is_packed(module):
-            quantized.dequantize_layer(module)
+        quantized.dequantize_layer(module)
 
 
 def explain_model(

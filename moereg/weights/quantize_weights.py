@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -68,17 +68,16 @@ def quantize_weights(
     given = {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias, "a13_scale": a13_scale, "a2_scale": a2_scale}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     for row in rows:
-        if row.role != "activation_scale":
-            shape = row.shapes[-1] if separate_halves else row.shapes[0]
-            tensors[row.name] = torch.empty(shape, dtype=row.dtype, device=weights.w13.device)
-        elif row.required and row.name not in tensors:
+        if row.role == "activation_scale" and row.required and row.name not in tensors:
             raise ArgumentError(
                 f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
                 "for example from moereg.numerics.reference.calibrate_activation_scales"
             )
     for name in MATRICES:
-        halves = weights.num_halves if name == "w13" else 1
-        _quantize_into(tensors, name, getattr(weights, name), scheme.weight, halves, separate_halves)
+        matrices, halves = getattr(weights, name), weights.num_halves if name == "w13" else 1
+        tensors |= quantize_matrices(
+            name, matrices, matrices.shape, scheme, halves, weights.w13.device, separate_halves
+        )
     return ExpertWeights(**tensors, quant=scheme)
 
 
@@ -86,47 +85,34 @@ def quantize_weights(
 def quantize_matrices(
     name: str,
     matrices: Iterable[torch.Tensor],
-    sizes: tuple[int, int, int],
+    sizes: Sequence[int],
     scheme: QuantScheme,
-    num_halves: int,
+    halves: int,
     device: torch.device,
+    separate_halves: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Rounds the matrices of one kind alone, as `quantize_weights` does.
+    """Rounds the matrices of one kind as `quantize_weights` does, whose text has the rest.
 
     Args:
         name: `w13` or `w2`.
-        matrices: One per expert, [rows, columns].
+        matrices: One per expert, [rows, columns], on `device`.
         sizes: Experts, rows and columns.
-        scheme: With quantized weights.
-        num_halves: 2 if `w13` has gate and up rows, else 1.
-        device: The matrices'.
+        halves: 2 for gate and up rows, else 1.
 
     Returns:
         Tensors by field of `ExpertWeights`, without activation scales.
     """
-    num_experts, num_rows, columns = sizes
-    hidden, width = (columns, num_rows // num_halves) if name == "w13" else (num_rows, columns)
-    rows = scheme.tensor_rows(num_experts, hidden, width, num_halves if name == "w13" else 1, has_bias=False)
+    num_experts, rows, columns = sizes
+    hidden, width = (columns, rows // halves) if name == "w13" else (rows, columns)
+    fmt = scheme.weight
+    assert fmt is not None
     tensors = {
-        row.name: torch.empty(row.shapes[0], dtype=row.dtype, device=device)
-        for row in rows
+        row.name: torch.empty(row.shapes[-1 if separate_halves else 0], dtype=row.dtype, device=device)
+        for row in scheme.tensor_rows(num_experts, hidden, width, halves, has_bias=False)
         if row.matrix == name and row.role != "activation_scale"
     }
-    assert scheme.weight is not None
-    _quantize_into(tensors, name, matrices, scheme.weight, num_halves, separate=False)
-    return tensors
-
-
-def _quantize_into(
-    tensors: Mapping[str, torch.Tensor],
-    name: str,
-    matrices: Iterable[torch.Tensor],
-    fmt: QuantFormat,
-    halves: int,
-    separate: bool,
-) -> None:
     for expert, matrix in enumerate(matrices):
-        quantized = _quantize_matrix(matrix, fmt, halves, separate)
+        quantized = _quantize_matrix(matrix, fmt, halves, separate_halves)
         scale = quantized.scale if quantized.scale_2 is None else quantized.scale_2
         if not scale.float().isfinite().all():
             raise ArgumentError(
@@ -143,6 +129,7 @@ def _quantize_into(
             if value is not None:
                 target = tensors[tensor_name(name, role)][expert]
                 target.copy_(value.view(target.shape))
+    return tensors
 
 
 @in_plain_torch

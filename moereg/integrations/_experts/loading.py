@@ -17,9 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.blocks import find_experts, switch
-from moereg.integrations._experts.packed import Form, pack, stored_in
-from moereg.integrations._experts.quantized import forms_of, layer_index, packable, put, scheme_of
-from moereg.runtime.memory import format_bytes
+from moereg.integrations._experts.packed import Form, pack, packed_in
+from moereg.integrations._experts.quantized import forms_of, layer_index, put
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 
 _LOGGER: Final = logging.getLogger("moereg")
@@ -63,11 +62,8 @@ class ExpertsQuantizer(HfQuantizer):
             ignored = set(model._keys_to_ignore_on_load_unexpected or ())
             model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\."}
         for each in self.found:
-            live = packable(each)
             each.module._is_hf_initialized = self.pre_quantized  # type: ignore[assignment]
-            forms = forms_of(each.module, live, scheme or get_scheme("unquantized"))
-            self._alternates = any(form.is_alternating for form in forms.values())
-            for name, form in forms.items():
+            for name, form in forms_of(each, scheme or get_scheme("unquantized")).items():
                 if self.pre_quantized:
                     each.module._parameters[name] = None  # Nothing is missing, and nothing is made to fill it.
                 else:
@@ -96,11 +92,7 @@ class ExpertsQuantizer(HfQuantizer):
                 put(each, read(self.folder, layer_index(each), device=device).weights, model.dtype)
             each.module.requires_grad_(False)
         switch(model, self.found)
-        held = [part for each in self.found for one in each.module.parameters() for part in stored_in(one)]
-        schemes = ", ".join(dict.fromkeys(scheme_of(each.module).name for each in self.found))
-        size = format_bytes(sum(one.numel() * one.element_size() for one in held))
-        order = ", gate and up rows put one after the other" if self._alternates else ""
-        _LOGGER.info("experts of %d layers in %s: %s%s", len(self.found), schemes, size, order)
+        _LOGGER.info("%s", packed_in(model))
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.quantize import dequantize_rows, expert_matrix, quantize_matrices
+from moereg.runtime.memory import format_bytes
 from moereg.spec.quant_schemes import QuantScheme
 
 FROZEN: Final = (
@@ -211,6 +212,15 @@ def pack(values: torch.Tensor, form: Form) -> PackedExperts:
     sizes = values.shape[0], form.rows, form.columns
     stored = quantize_matrices(form.matrix, matrices, sizes, form.scheme, form.halves, values.device)
     return PackedExperts(stored, form, values.dtype)
+
+
+def packed_in(model: torch.nn.Module) -> str:
+    """What a model has packed: layers, schemes, bytes, and whether rows were reordered."""
+    found = [each for each in model.parameters() if isinstance(each, PackedExperts)]
+    schemes = ", ".join(dict.fromkeys(each.form.scheme.name for each in found))
+    size = format_bytes(sum(part.numel() * part.element_size() for each in found for part in stored_in(each)))
+    order = ", gate and up rows put one after the other" if any(each.form.is_alternating for each in found) else ""
+    return f"experts of {len(found) // 2} layers in {schemes}: {size}{order}"
 
 
 def stored_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
