@@ -14,8 +14,6 @@ from moereg.errors import index_ranges
 
 __all__ = ["TrainingReport", "report"]
 
-State = Literal["frozen", "none", "zeros", "gradient"]
-
 _PEFT: Final = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.(?P<adapter>[^.]+)\.weight")
 _OWN: Final = re.compile(r"(?P<module>.*?)\.?(w13|w2)_[ab]")
 _OF_EXPERTS: Final = re.compile(r"(?P<module>.*?)\.?(gate_up_proj|up_proj|down_proj|w13|w2|w13_[ab]|w2_[ab])")
@@ -30,26 +28,22 @@ class TrainingReport:
         parameters: By name: `frozen`, or the gradient of one that requires it: `none`, only `zeros`, or a `gradient`.
         inert: Adapters with no gradient in either factor, as `module: name`.
         unreached: Experts whose gradients are all zero, since no token reached them, by module; only where there are.
-        num_experts: How many experts those modules have.
     """
 
-    parameters: Mapping[str, State]
+    parameters: Mapping[str, Literal["frozen", "none", "zeros", "gradient"]]
     inert: tuple[str, ...]
     unreached: Mapping[str, tuple[int, ...]]
-    num_experts: Mapping[str, int]
 
     def __str__(self) -> str:
         """A line of counts, one for each inert adapter, and one for each module with experts that no token reached."""
         states = list(self.parameters.values())
-        trained = len(states) - states.count("frozen")
         lines = [
-            f"{trained} of {len(states)} parameters require gradients: {states.count('gradient')} got one, "
-            f"{states.count('zeros')} got zeros, {states.count('none')} got none"
+            f"{len(states) - states.count('frozen')} of {len(states)} parameters require gradients: "
+            f"{states.count('gradient')} got one, {states.count('zeros')} got zeros, {states.count('none')} got none"
         ]
         lines += [f"inert adapter: {each}" for each in self.inert]
         for module, experts in self.unreached.items():
-            found = ", ".join(index_ranges(experts))
-            lines.append(f"no token reached experts {found} of {self.num_experts[module]} in {module}")
+            lines.append(f"no token reached experts {', '.join(index_ranges(experts))} of {module}")
         return "\n".join(lines)
 
 
@@ -57,8 +51,8 @@ class TrainingReport:
 def report(model: torch.nn.Module) -> TrainingReport:
     """Reads the gradients of a model's parameters, after a backward pass and before they are cleared.
 
-    An adapter of PEFT's LoRA that got none, or zeros in both factors, does not train: it is not active, or the module
-    that runs does not use it. In a first step zeros in one factor are right, since the other one is zero.
+    An adapter that got none, or zeros in both factors, does not train: it is not active, or what runs does not use it.
+    In a first step zeros in one factor are right, since the other one is zero.
 
     Args:
         model: Any module; experts are found by the names that transformers, PEFT and `MoELayer` give their parameters.
@@ -67,7 +61,7 @@ def report(model: torch.nn.Module) -> TrainingReport:
         What requires gradients and got them; `print` shows it.
     """
     check_instance("model", model, torch.nn.Module, "pass the module that you train")
-    states: dict[str, State] = {}
+    states: dict[str, Any] = {}
     adapters: dict[str, bool] = {}
     reached: dict[str, torch.Tensor] = {}
     wrappers = {name: each for name, each in model.named_modules() if type(each).__name__ == "ParamWrapper"}
@@ -88,33 +82,22 @@ def report(model: torch.nn.Module) -> TrainingReport:
             adapter = own["module"] or "the model"
         if adapter is not None:
             adapters[adapter] = adapters.get(adapter, False) or has_some
-        if (rows := _rows_of_experts(name, parameter, wrapper)) is not None:
-            module, experts = rows
-            reached[module] = reached[module] | experts if module in reached else experts
+        values = torch.zeros_like(parameter) if gradient is None else gradient
+        if wrapper is not None and factor is not None and wrapper.num_experts > 1:
+            # Experts are the slowest rows of factor A, and the fastest columns of factor B.
+            count, of_a = wrapper.num_experts, factor["factor"] == "A"
+            module, rows = factor["module"], values.reshape(count, -1) if of_a else values.reshape(-1, count).T
+        elif parameter.dim() == 3 and (of_experts := _OF_EXPERTS.fullmatch(name)):
+            module, rows = of_experts["module"], values.flatten(1)
+        else:
+            continue
+        module, experts = _unwrapped(module) or "the model", rows.count_nonzero(1) > 0
+        reached[module] = reached[module] | experts if module in reached else experts
     missed = {module: tuple(torch.nonzero(~experts).flatten().tolist()) for module, experts in reached.items()}
-    return TrainingReport(
-        states,
-        tuple(adapter for adapter, trains in adapters.items() if not trains),
-        {module: experts for module, experts in missed.items() if experts},
-        {module: len(experts) for module, experts in reached.items()},
-    )
+    inert = tuple(adapter for adapter, trains in adapters.items() if not trains)
+    return TrainingReport(states, inert, {module: experts for module, experts in missed.items() if experts})
 
 
 def _unwrapped(module: str) -> str:
     """A module's name without PEFT's wrappers, which may nest."""
     return module.replace(".base_layer", "")
-
-
-def _rows_of_experts(name: str, parameter: torch.nn.Parameter, wrapper: Any) -> tuple[str, torch.Tensor] | None:
-    """The experts' module, and which experts have a gradient in a parameter of it; None for other parameters."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    if wrapper is not None and wrapper.num_experts > 1:
-        module, _, factor = name.rpartition(".lora_")
-        shape = (wrapper.num_experts, -1) if factor.startswith("A") else (-1, wrapper.num_experts)
-        # Experts are the slowest rows of one factor, and the fastest columns of the other.
-        found = gradient.reshape(shape).count_nonzero(1 if factor.startswith("A") else 0) > 0
-    elif parameter.dim() == 3 and (of_experts := _OF_EXPERTS.fullmatch(name)):
-        module, found = of_experts["module"], gradient.flatten(1).count_nonzero(1) > 0
-    else:
-        return None
-    return _unwrapped(module) or "the model", found

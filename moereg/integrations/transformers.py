@@ -218,11 +218,7 @@ def prepare(
         raise ArgumentError(f"progress must be a bool or a function of (done, total), got {shown(progress)}")
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
-    found = find_experts(model)
-    if not found:
-        raise ArgumentError(
-            f"{type(model).__name__} has no routed experts that moereg knows; load a Mixture-of-Experts model"
-        )
+    found = _experts_of(model)
     wishes = {"require": require, "prefer": prefer, "deny": deny}
     request = {name: names for name, names in wishes.items() if names is not None}
     register()
@@ -284,6 +280,15 @@ def warm_up(
         raise ArgumentError("warm_up needs a model with kernels of moereg; call prepare(model) first")
     counts = None if token_counts is None else check_token_counts(token_counts)
     return tuple(kernel.warm_up(counts, jobs=jobs) for kernel in kernels)
+
+
+def _experts_of(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
+    found = find_experts(model)
+    if not found:
+        raise ArgumentError(
+            f"{type(model).__name__} has no routed experts that moereg knows; load a Mixture-of-Experts model"
+        )
+    return found
 
 
 class _Plan(NamedTuple):
@@ -375,8 +380,8 @@ def quantize_experts(
 ) -> str:
     """Stores a model's experts quantized and freezes them, layer by layer, so that adapters above them train.
 
-    Each parameter keeps its name, shape and dtype: PEFT's `target_parameters` finds it, and moereg runs the experts with
-    adapters by their factors. Every other operation on it restores its values.
+    Each parameter keeps its name, shape and dtype, so that PEFT finds it. Except in moereg's kernels, every operation on
+    it restores its values.
 
     Args:
         model: A model whose experts use transformers' interface, each layer on one device.
@@ -393,7 +398,7 @@ def quantize_experts(
         UnknownSchemeError: No scheme has that name.
     """
     _register_with_peft()
-    found = find_experts(model)
+    found = _experts_of(model)
     wanted = None if scheme is None else quantized.check_scheme(scheme)
     restore(model)
     before = memory.held_bytes(model)

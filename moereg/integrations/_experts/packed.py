@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -68,54 +68,48 @@ class PackedExperts(torch.Tensor):
     values into it quantizes them; every other write is refused.
 
     Attributes:
-        form: How it is stored.
-        fields: Names of the stored tensors, which are attributes; those of `ExpertWeights`.
+        stored: Canonical tensors by field of `ExpertWeights`.
+        form: How they are stored.
     """
 
+    stored: Mapping[str, torch.Tensor]
     form: Form
-    fields: tuple[str, ...]
 
     @staticmethod
     def __new__(cls, stored: Mapping[str, torch.Tensor], form: Form, dtype: torch.dtype) -> PackedExperts:
-        """Makes one out of canonical tensors by name."""
+        """Makes one that shares the tensors' memory."""
         codes = stored[form.matrix]
         made: PackedExperts = torch.Tensor._make_wrapper_subclass(
             cls, form.shape(codes.shape[0]), dtype=dtype, device=codes.device
         )
-        made._set(stored, form)
+        made.stored, made.form = stored, form
         return made
 
-    def _set(self, stored: Mapping[str, torch.Tensor], form: Form) -> None:
-        self.form, self.fields = form, tuple(stored)
-        for name, tensor in stored.items():
-            setattr(self, name, tensor)
-
-    @property
-    def stored(self) -> dict[str, torch.Tensor]:
-        """The stored tensors by name."""
-        return {name: getattr(self, name) for name in self.fields}
-
-    def restored(self, experts: Iterable[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values of some experts, or of all, rounded once to a dtype, by default its own."""
+    def restored(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values of one expert, or [E, ...] of all, rounded once to a dtype, by default its own."""
         form, fmt, dtype = self.form, self.form.scheme.weight, dtype or self.dtype
+        if expert is None:
+            found = torch.empty(self.shape, dtype=dtype, device=self.device)
+            for index, target in enumerate(found):
+                target.copy_(self.restored(index, dtype))
+            return found
         assert fmt is not None
-        chosen = list(range(self.shape[0]) if experts is None else experts)
-        found = torch.empty(form.shape(len(chosen)), dtype=dtype, device=self.device)
-        for target, expert in zip(found, chosen, strict=True):
-            matrix = expert_matrix(self.stored, form.matrix, expert, form.halves)
-            target.copy_(form.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), dtype)))
-        return found
+        matrix = expert_matrix(self.stored, form.matrix, expert, form.halves)
+        return form.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), dtype))
+
+    def store_as(self, other: object) -> None:
+        """Becomes stored as another one is."""
+        if not isinstance(other, PackedExperts):
+            raise ArgumentError(f"a PackedExperts can only be set to another one, got a plain tensor: {FROZEN}")
+        self.stored, self.form = other.stored, other.form
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PackedExperts({list(self.shape)} {self.dtype}, {self.form.scheme.name} on {self.device})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA:  # torch would replace the tensor and leave its attributes.
-            packed, value = args
-            if not (isinstance(packed, PackedExperts) and isinstance(value, PackedExperts)):
-                raise ArgumentError(f"data of a PackedExperts must be another one, got a plain tensor: {FROZEN}")
-            packed._set(value.stored, value.form)
+        if func == _SET_DATA and isinstance(args[0], PackedExperts):
+            args[0].store_as(args[1])  # torch replaces the tensor and leaves its attributes.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -123,86 +117,38 @@ class PackedExperts(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        named = kwargs or {}
-        if (handler := _HANDLERS.get(func.overloadpacket)) is not None and isinstance(args[0], PackedExperts):
-            return handler(func, *args, **named)
-        if func._schema.is_mutable and any(
-            each.alias_info is not None and each.alias_info.is_write and isinstance(value, PackedExperts)
-            for each, value in zip(func._schema.arguments, args, strict=False)
-        ):
-            raise ArgumentError(f"{func.overloadpacket} would write into a PackedExperts: {FROZEN}")
-        plain = torch.utils._pytree.tree_map_only(PackedExperts, PackedExperts.restored, (args, named))
-        return func(*plain[0], **plain[1])
-
-
-_SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _same(func: Any, packed: PackedExperts, *_: Any, **__: Any) -> PackedExperts:
-    return PackedExperts(packed.stored, packed.form, packed.dtype)
-
-
-def _cloned(func: Any, packed: PackedExperts, **_: Any) -> PackedExperts:
-    return PackedExperts({name: each.clone() for name, each in packed.stored.items()}, packed.form, packed.dtype)
-
-
-def _moved(
-    func: Any, packed: PackedExperts, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
-) -> PackedExperts:
-    # Converted to another dtype, it is stored as before.
-    is_copied = dtype in (None, packed.dtype)
-    moved = {
-        name: each.to(device=device, non_blocking=non_blocking, copy=is_copied) for name, each in packed.stored.items()
-    }
-    return PackedExperts(moved, packed.form, dtype or packed.dtype)
-
-
-def _like(func: Any, packed: PackedExperts, *others: Any, **named: Any) -> torch.Tensor:
-    """New memory takes a shape alone."""
-    like = torch.empty(packed.shape, dtype=packed.dtype, device="meta")
-    found: torch.Tensor = func(like, *others, **{**named, "device": named.get("device") or packed.device})
-    return found
-
-
-def _selected(func: Any, packed: PackedExperts, dim: int, index: int) -> torch.Tensor:
-    """One expert is restored alone: transformers' eager code takes one after the other."""
-    if dim in (0, -3):
-        return packed.restored([range(packed.shape[0])[index]])[0]
-    found: torch.Tensor = func(packed.restored(), dim, index)
-    return found
-
-
-def _set(func: Any, packed: PackedExperts, source: Any = None, *_: Any) -> PackedExperts:
-    """Torch parametrizes a parameter by setting it to itself."""
-    if not isinstance(source, PackedExperts):
-        raise ArgumentError(f"a PackedExperts must be set to another one, got a plain tensor: {FROZEN}")
-    packed._set(source.stored, source.form)
-    return packed
-
-
-def _written(func: Any, packed: PackedExperts, source: torch.Tensor, *_: Any) -> PackedExperts:
-    if not isinstance(source, PackedExperts):
-        source = pack(source.expand(packed.shape), packed.form)
-    if source.form != packed.form:
-        raise ArgumentError(f"values must be stored as in {packed!r}, got {source!r}; quantize both alike")
-    for name, target in packed.stored.items():
-        target.copy_(getattr(source, name))
-    return packed
+        packet, packed, others, named = func.overloadpacket, args[0] if args else None, args[1:], dict(kwargs or {})
+        if isinstance(packed, PackedExperts):
+            if packet in _STAYS_PACKED:
+                dtype = named.pop("dtype", None) or packed.dtype
+                stored = {name: func(each, *others, **named) for name, each in packed.stored.items()}
+                return PackedExperts(stored, packed.form, dtype)
+            if packet is _ATEN.empty_like:
+                named["device"] = named.get("device") or packed.device
+                return func(torch.empty(packed.shape, dtype=packed.dtype, device="meta"), *others, **named)
+            if packet is _ATEN.select and others[0] == 0:  # As transformers' eager code takes experts.
+                return packed.restored(range(packed.shape[0])[others[1]])
+            if packet is _ATEN.set_:  # torch parametrizes a parameter by setting it to itself.
+                packed.store_as(*others)
+                return packed
+            if packet is _ATEN.copy_:
+                plain = others[0]
+                source = plain if isinstance(plain, PackedExperts) else pack(plain.expand(packed.shape), packed.form)
+                if source.form != packed.form:
+                    raise ArgumentError(f"values must be stored as in {packed}, got {source}; quantize both alike")
+                for name, target in packed.stored.items():
+                    target.copy_(source.stored[name])
+                return packed
+            written = func._schema.arguments[0].alias_info
+            if written is not None and written.is_write:
+                raise ArgumentError(f"{packet} would write into a PackedExperts: {FROZEN}")
+        args, named = torch.utils._pytree.tree_map_only(PackedExperts, PackedExperts.restored, (args, named))
+        return func(*args, **named)
 
 
 _ATEN: Final = torch.ops.aten
-_HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
-    _ATEN.detach: _same,
-    _ATEN.alias: _same,
-    _ATEN.clone: _cloned,
-    _ATEN._to_copy: _moved,
-    _ATEN.empty_like: _like,
-    _ATEN.zeros_like: _like,
-    _ATEN.ones_like: _like,
-    _ATEN.select: _selected,
-    _ATEN.copy_: _written,
-    _ATEN.set_: _set,
-}
+_STAYS_PACKED: Final = (_ATEN.detach, _ATEN.alias, _ATEN.clone, _ATEN._to_copy)
+_SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

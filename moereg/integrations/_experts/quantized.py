@@ -23,7 +23,7 @@ def check_scheme(scheme: QuantScheme | str) -> QuantScheme:
     found = get_scheme(scheme)
     if found.weight is None or (found.activation is not None and found.activation.static):
         raise ArgumentError(
-            f"scheme must have quantized weights and no static activation scales, which need calibration, got "
+            "scheme must have quantized weights and no static activation scales, which need calibration, got "
             f"{found.name}; name another one, such as int4_w4a16_g128"
         )
     return found

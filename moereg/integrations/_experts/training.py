@@ -43,6 +43,7 @@ class Trainer:
     Attributes:
         problem: The layer with all gradients, of which a backward pass computes what autograd asks for.
         handle: The number by which the operator finds this object.
+        is_frozen: Whether the weights are quantized.
     """
 
     def __init__(self, module: torch.nn.Module, live: LiveExperts, selection: Selection) -> None:
@@ -51,6 +52,7 @@ class Trainer:
         self._module = weakref.ref(module)
         self._live = live
         self._selection = selection
+        self.is_frozen = selection.problem.quant.weight is not None
         self._stored = _stored(module, live) if self.is_frozen else ()
         self._kernel: MoEKernel | None = None
 
@@ -71,11 +73,6 @@ class Trainer:
                 kernel.held.read_from(dict)  # Each call brings its tensors.
             self._kernel = kernel
         return self._kernel
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the weights are quantized."""
-        return self.problem.quant.weight is not None
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether its kernel has the module's tensors still, which may be replaced by others of the same kind."""
