@@ -380,8 +380,8 @@ def quantize_experts(
 ) -> str:
     """Stores a model's experts quantized and freezes them, layer by layer, so that adapters above them train.
 
-    Each parameter keeps its name, shape and dtype, so that PEFT finds it. Except in moereg's kernels, every operation on
-    it restores its values.
+    Each parameter keeps its name, shape and dtype, so that PEFT finds it. Every operation on it, but for moereg's
+    kernels, restores its values.
 
     Args:
         model: A model whose experts use transformers' interface, each layer on one device.

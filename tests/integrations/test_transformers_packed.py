@@ -215,6 +215,7 @@ def test_new_values_are_read(steps: list[str]) -> None:
     hidden, ids = torch.randn(5, 32, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3], [3, 1], [1, 0], [0, 2]])
     found = experts(hidden, ids, torch.full((5, 2), 0.5))
     assert "infer" not in steps
+    assert len(served(experts).trainers) == 1  # Of the tensors before nothing is kept.
     moved.set_experts_implementation("eager")
     assert close(found, experts(hidden, ids, torch.full((5, 2), 0.5)), 0.02)
 

@@ -29,7 +29,7 @@ _OF_QUANTIZED: Final = re.compile(r"(_scale_inv|weight_scale(_2)?|weight_packed|
 
 @register_quantization_config(_METHOD)
 class ExpertsConfig(QuantizationConfigMixin):
-    """What `quantize_on_load` returns."""
+    """The result of `quantize_on_load`."""
 
     def __init__(self, scheme: QuantScheme | None = None, read: Callable[..., Any] | None = None, **_: Any) -> None:
         self.quant_method: Any = _METHOD

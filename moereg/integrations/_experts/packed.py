@@ -161,7 +161,7 @@ def pack(values: torch.Tensor, form: Form) -> PackedExperts:
 
 
 def packed_in(model: torch.nn.Module) -> str:
-    """What a model has packed: layers, schemes, bytes, and whether rows were reordered."""
+    """A line on all packed parameters of a model: layers, schemes, bytes, and whether rows were reordered."""
     found = [each for each in model.parameters() if isinstance(each, PackedExperts)]
     schemes = ", ".join(dict.fromkeys(each.form.scheme.name for each in found))
     size = format_bytes(sum(part.numel() * part.element_size() for each in found for part in stored_in(each)))

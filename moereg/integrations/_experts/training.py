@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
 from typing import Any, Final
 
@@ -76,9 +77,8 @@ class Trainer:
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether its kernel has the module's tensors still, which may be replaced by others of the same kind."""
-        return not self.is_frozen or all(
-            one is other for one, other in zip(self._stored, _stored(module, self._live), strict=True)
-        )
+        now = _stored(module, self._live) if self.is_frozen else ()
+        return len(now) == len(self._stored) and all(map(operator.is_, now, self._stored))
 
     def run(
         self, module: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -117,14 +117,9 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
     found = served(module)
     key = (top_k, rank, dtype, *kinds_of(module))
     is_compiling = torch.compiler.is_compiling()
-    known = None if found is None else found.trainers.get(key)
-    if found is not None and isinstance(known, Trainer) and not known.serves(module):
-        found.trainers.clear()  # Their kernels hold the old tensors.
-        known = None
-    if known is None:
-        answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank, dtype)
-    else:
-        answer = known
+    answer: Trainer | str | None = None if found is None else found.trainers.get(key)
+    if answer is None or (isinstance(answer, Trainer) and not answer.serves(module)):
+        answer = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank, dtype)
     if isinstance(answer, str):
         return answer
     if answer.is_frozen and any(each.requires_grad for each in module.parameters()):
@@ -151,6 +146,9 @@ def plan(module: torch.nn.Module, top_k: int, rank: int = 0, dtype: torch.dtype 
     `dtype` is autocast's, or None.
     """
     found = attach(module)
+    for key, known in list(found.trainers.items()):
+        if isinstance(known, Trainer) and not known.serves(module):
+            del found.trainers[key]  # Its kernel holds the old tensors.
     answer = found.trainers[(top_k, rank, dtype, *kinds_of(module))] = _planned(module, found, top_k, rank, dtype)
     return answer
 
