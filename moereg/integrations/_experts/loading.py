@@ -31,9 +31,9 @@ _OF_QUANTIZED: Final = re.compile(r"(_scale_inv|weight_scale(_2)?|weight_packed|
 class ExpertsConfig(QuantizationConfigMixin):
     """The result of `quantize_on_load`."""
 
-    def __init__(self, scheme: QuantScheme | None = None, read: Callable[..., Any] | None = None, **_: Any) -> None:
+    def __init__(self, scheme: QuantScheme | str | None, read: Callable[..., Any] | None = None, **_: Any) -> None:
         self.quant_method: Any = _METHOD
-        self.scheme, self.read = scheme, read
+        self.scheme, self.read = None if scheme is None else get_scheme(scheme), read
 
     def to_dict(self) -> dict[str, Any]:
         """Text alone, since configs are written as JSON."""

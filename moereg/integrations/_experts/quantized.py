@@ -33,7 +33,10 @@ def packable(found: FoundExperts) -> LiveExperts:
     """The meaning of a layer's parameters, or an error if it cannot be quantized."""
     if found.live is None or not has_interface(found.module):
         reason = found.refusal or "its class does not use transformers' experts interface"
-        raise ArgumentError(f"moereg does not quantize {found.class_name} ({found.name}): {reason}")
+        raise ArgumentError(
+            f"moereg does not quantize {found.class_name} ({found.name}): {reason}; leave such experts as they are, or "
+            "load those in MXFP4 with quantize_on_load(read=moereg.load_experts)"
+        )
     return found.live
 
 
