@@ -173,7 +173,8 @@ TAKEN = ("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_d
 
 
 @pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
-@pytest.mark.parametrize("name", QUANT_SCHEMES)
+# Layers in nf4 only train on GPUs.
+@pytest.mark.parametrize("name", [name for name in QUANT_SCHEMES if not name.startswith("nf4")])
 def test_schemes_that_hopper_multiplies(name: str) -> None:
     problem = MoEProblem(num_experts=4, hidden_size=256, intermediate_size=256, top_k=2, quant=name)
     winner = select_backend(problem, SM90, require="triton").winner

@@ -45,13 +45,27 @@ def check(matrices: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=FORMATS.values())
-@given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.booleans(), st.sampled_from([BF16, FP16, FP32]))
+@given(st.integers(1, 3), st.integers(3, 70), st.integers(1, 150), st.booleans(), st.sampled_from([BF16, FP16, FP32]))
 @settings(max_examples=6, deadline=None)
 def test_bits_are_those_of_torch(
     fmt: QuantFormat, num_experts: int, rows: int, columns: int, gated: bool, dtype: torch.dtype
 ) -> None:
     halves = 2 if gated else 1
     check(stored(fmt, num_experts, halves * rows, columns, halves, rows), fmt, halves * rows, columns, dtype)
+
+
+OTHERS = (
+    QuantFormat("float8_e4m3fn", (128, 128)),
+    QuantFormat("uint4", (1, 12), symmetric=False),
+    QuantFormat("uint8", (5, 7), symmetric=False),
+    QuantFormat("int8", (WHOLE, 20), scale_dtype="bfloat16"),
+    QuantFormat("float4_e2m1fn", (3, WHOLE)),
+)
+
+
+@pytest.mark.parametrize("fmt", OTHERS, ids=str)
+def test_groups_of_any_size_begin_anew_in_each_half(fmt: QuantFormat) -> None:
+    check(stored(fmt, 2, 2 * 140, 136, 2), fmt, 2 * 140, 136, BF16)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=FORMATS.values())
