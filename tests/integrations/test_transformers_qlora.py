@@ -9,12 +9,20 @@ from typing import Any, Final
 
 import pytest
 import torch
+import transformers
 
 from moereg.errors import ArgumentError
 from moereg.integrations.transformers import dequantize_experts, prepare, quantize_experts
 from moereg.training import report
 from tests.integrations.test_transformers_adapters import BOTH, OF_FACTORS, by_peft
-from tests.integrations.test_transformers_finetuned import NUM_STEPS, losses_of, of_transformers, of_trl, options
+from tests.integrations.test_transformers_finetuned import (
+    NUM_STEPS,
+    losses_of,
+    of_transformers,
+    of_trl,
+    options,
+    tokenizer,
+)
 from tests.integrations.test_transformers_packed import (
     FAMILIES,
     SCHEME,
@@ -182,6 +190,50 @@ def test_losses_are_those_of_eager_on_restored_weights(
     # Recomputed once; gradients flow to the router and below.
     assert steps.count("forward") == 2 * 2 * NUM_STEPS
     assert steps.count(f"backward hidden_states topk_weights {OF_FACTORS}") == 2 * NUM_STEPS
+    assert "infer" not in steps
+
+
+def by_dpo(model: Any, adapter: Any, options: dict[str, Any]) -> Any:
+    import datasets
+    import trl
+
+    rows = {"prompt": ["3 4 5", "7 8"], "chosen": [" 6 7", " 9 10"], "rejected": [" 9 9", " 2 2"]}
+    data = datasets.Dataset.from_dict(rows)
+    arguments = trl.DPOConfig(**options)
+    return trl.DPOTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=adapter)
+
+
+def by_grpo(model: Any, adapter: Any, options: dict[str, Any]) -> Any:
+    import datasets
+    import trl
+
+    return trl.GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(set(each))) for each in completions],
+        args=trl.GRPOConfig(**options, num_generations=2, max_completion_length=6, beta=0.1),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["3 4 5", "7 8"]}),
+        processing_class=tokenizer(),
+        peft_config=adapter,
+    )
+
+
+@pytest.mark.parametrize("made", [by_dpo, by_grpo], ids=["DPO", "GRPO"])
+def test_trainers_with_a_reference(made: Any, options: dict[str, Any], steps: list[str]) -> None:
+    """Without its adapter, the same model is the reference."""
+    import peft
+
+    found = []
+    for each in packed_pair("qwen3_moe"):
+        each.set_experts_implementation("eager" if found else "moereg")
+        transformers.set_seed(0)
+        adapter = peft.LoraConfig(r=4, target_parameters=list(BOTH), **_ATTENTION)
+        trainer = made(each, adapter, {**options, "max_steps": 2, "learning_rate": 1e-2, "bf16": False})
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in entries])
+    assert found[0][0] != found[0][1]
+    assert torch.tensor(found[0]).allclose(torch.tensor(found[1]), rtol=1e-3, atol=1e-6)
+    assert steps.count(f"backward hidden_states topk_weights {OF_FACTORS}") == 2 * 2
     assert "infer" not in steps
 
 
