@@ -109,11 +109,10 @@ class _Quantize(ConversionOps):
     def __init__(self, forms: dict[str, Form]) -> None:
         self._forms = forms
 
-    def convert(self, input_dict: dict[str, Any], *_: Any, full_layer_name: str = "", **__: Any) -> dict[str, Any]:
-        (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
-        packed = pack(value, self._forms[full_layer_name])
-        return {full_layer_name: torch.nn.Parameter(packed, requires_grad=False)}
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        found = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        packed = {name: pack(found[name], form) for name, form in self._forms.items() if name in found}
+        return found | {name: torch.nn.Parameter(each, requires_grad=False) for name, each in packed.items()}
 
 
 def _has_quantized_experts(files: Sequence[str]) -> bool:
