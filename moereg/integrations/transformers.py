@@ -31,7 +31,7 @@ from moereg.evidence.ledger import evidence_of
 from moereg.integrations._experts import memory, quantized, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch, switch
 from moereg.integrations._experts.calls import call
-from moereg.integrations._experts.packed import packed_in
+from moereg.integrations._experts.packed import is_packed, packed_in
 from moereg.integrations._experts.peft_hooks import follow_peft
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.warm_up import WarmUp, check_token_counts
@@ -404,11 +404,13 @@ def quantize_experts(
     before = memory.held_bytes(model)
     for each in found:
         quantized.packable(each)
+        if is_packed(each.module):
+            raise ArgumentError(f"{each.name} is quantized already; call dequantize_experts(model) first")
     for each in found:
-        if weights is None:
-            quantized.quantize_layer(each, wanted, _hidden_dtype(model))
-        else:
-            quantized.put(each, weights(quantized.layer_index(each)), _hidden_dtype(model))
+        if weights is not None:
+            quantized.put(model, each, weights(quantized.layer_index(each)), _hidden_dtype(model))
+        elif not is_packed(each.module):  # Layers may share parameters.
+            quantized.quantize_layer(model, each, wanted, _hidden_dtype(model))
         each.module.requires_grad_(False)
     switch(model, found)
     said = f"{packed_in(model)}; weights: {format_bytes(before)} before, {format_bytes(memory.held_bytes(model))} now"
@@ -446,7 +448,7 @@ def dequantize_experts(model: torch.nn.Module) -> None:
     """
     restore(model)
     for module in model.modules():
-        quantized.dequantize_layer(module)
+        quantized.dequantize_layer(model, module)
 
 
 def explain_model(

@@ -89,7 +89,7 @@ class ExpertsQuantizer(HfQuantizer):
                 device = next(block.parameters()).device  # Of its router, which is loaded.
                 read = self.quantization_config.read
                 assert read is not None, "a scheme is for 16-bit experts"
-                put(each, read(self.folder, layer_index(each), device=device).weights, model.dtype)
+                put(model, each, read(self.folder, layer_index(each), device=device).weights, model.dtype)
             each.module.requires_grad_(False)
         switch(model, self.found)
         _LOGGER.info("%s", packed_in(model))

@@ -9,7 +9,7 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.blocks import FoundExperts
 from moereg.integrations._experts.layouts import LiveExperts
-from moereg.integrations._experts.packed import Form, PackedExperts, is_packed, pack
+from moereg.integrations._experts.packed import Form, PackedExperts, pack
 from moereg.integrations._experts.serving import has_interface
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.weights.permuted import ExpertWeights
@@ -50,38 +50,46 @@ def forms_of(found: FoundExperts, scheme: QuantScheme) -> dict[str, Form]:
     return {live.parameters[0]: up, "down_proj": Form("w2", scheme, hidden, width, is_transposed=is_transposed)}
 
 
-def quantize_layer(found: FoundExperts, scheme: QuantScheme | None, dtype: torch.dtype) -> None:
+def quantize_layer(model: torch.nn.Module, found: FoundExperts, scheme: QuantScheme | None, dtype: torch.dtype) -> None:
     """Quantizes a layer's parameters, one after the other; quantized ones of transformers stay as they are."""
     module, live = found.module, packable(found)
-    if is_packed(module):
-        raise ArgumentError(f"{found.name} is quantized already; call dequantize_experts(model) before another scheme")
     if live.dtype is None:  # Of `FP8Experts`.
-        put(found, live.canonical(module), dtype)
+        put(model, found, live.canonical(module), dtype)
         return
     if scheme is None:
         raise ArgumentError(f"scheme is required for experts in 16 or 32 bits ({found.name}), got None; name one")
     for name, form in forms_of(found, scheme).items():
-        module._parameters[name] = torch.nn.Parameter(pack(getattr(module, name), form), requires_grad=False)
+        replace(model, module, name, pack(getattr(module, name), form))
 
 
-def put(found: FoundExperts, weights: ExpertWeights, dtype: torch.dtype) -> None:
+def put(model: torch.nn.Module, found: FoundExperts, weights: ExpertWeights, dtype: torch.dtype) -> None:
     """Makes quantized weights a layer's parameters, which share their memory."""
     module, tensors = found.module, weights.tensors("weight", "scale", "scale_2", "zero_point", "activation_scale")
     for name, form in forms_of(found, weights.scheme).items():
         prefixes = form.matrix, f"a{form.matrix[1:]}_"
         stored = {field: tensor for field, tensor in tensors.items() if field.startswith(prefixes)}
-        module._parameters[name] = torch.nn.Parameter(PackedExperts(stored, form, dtype), requires_grad=False)
+        replace(model, module, name, PackedExperts(stored, form, dtype))
         for pattern in _OF_FP8:
             if getattr(module, beside := pattern.format(name), None) is not None:
                 setattr(module, beside, None)
 
 
-def dequantize_layer(module: torch.nn.Module) -> None:
+def replace(model: torch.nn.Module, module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Makes a value a frozen parameter, of all modules of a model that share the old one."""
+    old, new = module._parameters[name], torch.nn.Parameter(value, requires_grad=False)
+    module._parameters[name] = new
+    for other in model.modules():
+        for key, parameter in other._parameters.items():
+            if old is not None and parameter is old:
+                other._parameters[key] = new
+
+
+def dequantize_layer(model: torch.nn.Module, module: torch.nn.Module) -> None:
     """Makes a layer's packed parameters plain ones."""
     held: dict[str, Any] = dict(module._parameters)
     for name, value in held.items():
         if isinstance(value, PackedExperts):
-            module._parameters[name] = torch.nn.Parameter(value.restored(), requires_grad=False)
+            replace(model, module, name, value.restored())
 
 
 def layer_index(found: FoundExperts) -> int:
