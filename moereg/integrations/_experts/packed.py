@@ -85,17 +85,17 @@ class PackedExperts(torch.Tensor):
         made.stored, made.form = stored, form
         return made
 
-    def restored(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values of one expert, or [E, ...] of all, rounded once to a dtype, by default its own."""
-        form, fmt, dtype = self.form, self.form.scheme.weight, dtype or self.dtype
+    def restored(self, expert: int | None = None) -> torch.Tensor:
+        """The values of one expert, or [E, ...] of all, rounded once."""
         if expert is None:
-            found = torch.empty(self.shape, dtype=dtype, device=self.device)
+            found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             for index, target in enumerate(found):
-                target.copy_(self.restored(index, dtype))
+                target.copy_(self.restored(index))
             return found
+        form, fmt = self.form, self.form.scheme.weight
         assert fmt is not None
         matrix = expert_matrix(self.stored, form.matrix, expert, form.halves)
-        return form.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), dtype))
+        return form.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), self.dtype))
 
     def store_as(self, other: object) -> None:
         """Becomes stored as another one is."""
@@ -154,7 +154,7 @@ _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 @torch.no_grad()
 def pack(values: torch.Tensor, form: Form) -> PackedExperts:
     """Quantizes a parameter's values [E, ...], one expert after the other."""
-    matrices = (form.canonical(matrix) for matrix in values.detach())
+    matrices = (form.canonical(matrix).contiguous() for matrix in values.detach())
     sizes = values.shape[0], form.rows, form.columns
     stored = quantize_matrices(form.matrix, matrices, sizes, form.scheme, form.halves, values.device)
     return PackedExperts(stored, form, values.dtype)
