@@ -18,6 +18,7 @@ from moereg.weights.quantize_weights import (
     dequantize_rows,
     dequantize_weights,
     expert_matrix,
+    quantize_matrices,
     quantize_weights,
     row_blocks,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "pack_nibbles",
     "quantize_activations",
     "quantize_dequantize_activations",
+    "quantize_matrices",
     "quantize_weights",
     "row_blocks",
     "spans_tokens",

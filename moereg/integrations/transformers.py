@@ -28,19 +28,34 @@ from moereg.arguments import check_flag, check_text
 from moereg.dispatch import Names, explain_backends, select_backend
 from moereg.errors import ArgumentError, UnsupportedProblemError, one_line, shown
 from moereg.evidence.ledger import evidence_of
-from moereg.integrations._experts import memory, serving, training
-from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
+from moereg.integrations._experts import memory, quantized, serving, training
+from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch, switch
 from moereg.integrations._experts.calls import call
+from moereg.integrations._experts.packed import is_packed, packed_in
+from moereg.integrations._experts.peft_hooks import follow_peft
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.warm_up import WarmUp, check_token_counts
 from moereg.platforms import Platform, platform_of
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "refresh", "register", "restore", "warm_up"]
+__all__ = [
+    "LayerChoice",
+    "PreparedModel",
+    "dequantize_experts",
+    "explain_model",
+    "prepare",
+    "quantize_experts",
+    "quantize_on_load",
+    "refresh",
+    "register",
+    "restore",
+    "warm_up",
+]
 
-_NAME: Final = "moereg"
 _LOGGER: Final = logging.getLogger("moereg")
 
 
@@ -120,7 +135,7 @@ def _line(group: list[LayerChoice]) -> str:
     return f"{names}: {first.problem} -> {chosen}; {copy}{kept}"
 
 
-def register(name: str = _NAME) -> None:
+def register(name: str = serving.NAME) -> None:
     """Makes moereg an experts implementation of transformers in this process; may be called again.
 
     After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
@@ -142,6 +157,13 @@ def register(name: str = _NAME) -> None:
     for interface in interfaces:
         type(interface).register(name, call)
     serving.NAMES.add(name)
+    follow_peft()
+
+
+def _register_with_peft() -> None:
+    with contextlib.suppress(ImportError):
+        import peft  # noqa: F401  # Quantized experts train by its adapters.
+    register()
 
 
 def _interfaces() -> tuple[Any, ...]:
@@ -196,11 +218,7 @@ def prepare(
         raise ArgumentError(f"progress must be a bool or a function of (done, total), got {shown(progress)}")
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
-    found = find_experts(model)
-    if not found:
-        raise ArgumentError(
-            f"{type(model).__name__} has no routed experts that moereg knows; load a Mixture-of-Experts model"
-        )
+    found = _experts_of(model)
     wishes = {"require": require, "prefer": prefer, "deny": deny}
     request = {name: names for name, names in wishes.items() if names is not None}
     register()
@@ -215,7 +233,7 @@ def prepare(
         for plan in plans:
             layers.append(_prepare_layer(plan, request, free, shared))
             advance(len(layers), len(found))
-    _switch(model, found)
+    switch(model, found)
     prepared = PreparedModel(tuple(layers), before, memory.held_bytes(model))
     for line in str(prepared).splitlines():
         _LOGGER.info("%s", line)
@@ -262,6 +280,15 @@ def warm_up(
         raise ArgumentError("warm_up needs a model with kernels of moereg; call prepare(model) first")
     counts = None if token_counts is None else check_token_counts(token_counts)
     return tuple(kernel.warm_up(counts, jobs=jobs) for kernel in kernels)
+
+
+def _experts_of(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
+    found = find_experts(model)
+    if not found:
+        raise ArgumentError(
+            f"{type(model).__name__} has no routed experts that moereg knows; load a Mixture-of-Experts model"
+        )
+    return found
 
 
 class _Plan(NamedTuple):
@@ -331,21 +358,6 @@ def _hidden_dtype(model: torch.nn.Module) -> torch.dtype:
     return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), torch.float32)
 
 
-def _switch(model: torch.nn.Module, found: tuple[FoundExperts, ...]) -> None:
-    """Sets the implementation of the configs that the experts' modules read."""
-    if not any(serving.has_interface(each.module) for each in found):
-        return
-    set_implementation = getattr(model, "set_experts_implementation", None)
-    if set_implementation is not None:
-        set_implementation(_NAME)
-    for each in found:
-        if serving.has_interface(each.module):
-            config: Any = each.module.config
-            # A bare layer lacks this method, and a wrapper's may not reach every config.
-            if config._experts_implementation not in serving.NAMES:
-                config._experts_implementation = _NAME
-
-
 def restore(model: torch.nn.Module) -> None:
     """Undoes `prepare`: puts freed weights back and drops all kernels.
 
@@ -358,6 +370,85 @@ def restore(model: torch.nn.Module) -> None:
             if found is not None:
                 found.give_back()
                 serving.detach(module)
+
+
+def quantize_experts(
+    model: torch.nn.Module,
+    scheme: QuantScheme | str | None = None,
+    *,
+    weights: Callable[[int], ExpertWeights] | None = None,
+) -> str:
+    """Stores a model's experts quantized and freezes them, layer by layer, so that adapters above them train.
+
+    Each parameter keeps its name, shape and dtype, so that PEFT finds it. Every operation on it, but for moereg's
+    kernels, restores its values.
+
+    Args:
+        model: A model whose experts use transformers' interface, each layer on one device.
+        scheme: A scheme or its name, for experts in 16 or 32 bits; None for those that are quantized already:
+            `FP8Experts`, whose tensors are taken as they are.
+        weights: Gives quantized weights of the layer of that index instead of the model's own, such as
+            `lambda layer: moereg.load_experts(path, layer).weights`.
+
+    Returns:
+        A line with the scheme, and memory before and after.
+
+    Raises:
+        ArgumentError: A layer cannot be quantized; says why. Layers before it are quantized.
+        UnknownSchemeError: No scheme has that name.
+    """
+    _register_with_peft()
+    found = _experts_of(model)
+    wanted = None if scheme is None else quantized.check_scheme(scheme)
+    restore(model)
+    before = memory.held_bytes(model)
+    for each in found:
+        quantized.packable(each)
+        if is_packed(each.module):
+            raise ArgumentError(f"{each.name} is quantized already; call dequantize_experts(model) first")
+    for each in found:
+        if weights is not None:
+            quantized.put(model, each, weights(quantized.layer_index(each)), _hidden_dtype(model))
+        elif not is_packed(each.module):  # Layers may share parameters.
+            quantized.quantize_layer(model, each, wanted, _hidden_dtype(model))
+        each.module.requires_grad_(False)
+    switch(model, found)
+    said = f"{packed_in(model)}; weights: {format_bytes(before)} before, {format_bytes(memory.held_bytes(model))} now"
+    _LOGGER.info("%s", said)
+    return said
+
+
+def quantize_on_load(scheme: QuantScheme | str | None = None, *, read: Callable[..., Any] | None = None) -> Any:
+    """A `quantization_config` for `from_pretrained`, which quantizes experts while a model loads.
+
+    At most three layers of a checkpoint in 16 bits are in memory at once. Where experts alone are quantized, as in
+    gpt-oss's MXFP4, they are read as they are.
+
+    Args:
+        scheme: As in `quantize_experts`, for a checkpoint in 16 bits.
+        read: `moereg.load_experts`, for a checkpoint with quantized experts.
+
+    Raises:
+        ArgumentError: Not one of the two is given, or as in `quantize_experts`, from `from_pretrained` too.
+        UnknownSchemeError: No scheme has that name.
+    """
+    if (scheme is None) is (read is None):
+        raise ArgumentError("quantize_on_load needs a scheme or read=moereg.load_experts, got both or none; give one")
+    _register_with_peft()
+    from moereg.integrations._experts.loading import ExpertsConfig
+
+    return ExpertsConfig(None if scheme is None else quantized.check_scheme(scheme), read)
+
+
+def dequantize_experts(model: torch.nn.Module) -> None:
+    """Undoes `quantize_experts`, but for the rounding: parameters hold the restored values, into which adapters merge.
+
+    Args:
+        model: A model; experts that are not quantized stay as they are.
+    """
+    restore(model)
+    for module in model.modules():
+        quantized.dequantize_layer(model, module)
 
 
 def explain_model(

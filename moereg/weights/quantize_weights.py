@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -68,35 +68,68 @@ def quantize_weights(
     given = {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias, "a13_scale": a13_scale, "a2_scale": a2_scale}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     for row in rows:
-        if row.role != "activation_scale":
-            shape = row.shapes[-1] if separate_halves else row.shapes[0]
-            tensors[row.name] = torch.empty(shape, dtype=row.dtype, device=weights.w13.device)
-        elif row.required and row.name not in tensors:
+        if row.role == "activation_scale" and row.required and row.name not in tensors:
             raise ArgumentError(
                 f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
                 "for example from moereg.numerics.reference.calibrate_activation_scales"
             )
     for name in MATRICES:
-        halves = weights.num_halves if name == "w13" else 1
-        for expert, matrix in enumerate(getattr(weights, name)):
-            quantized = _quantize_matrix(matrix, scheme.weight, halves, separate_halves)
-            scale = quantized.scale if quantized.scale_2 is None else quantized.scale_2
-            if not scale.float().isfinite().all():
-                raise ArgumentError(
-                    f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
-                    "look at the checkpoint"
-                )
-            parts: dict[TensorRole, torch.Tensor | None] = {
-                "weight": quantized.q,
-                "scale": quantized.scale,
-                "scale_2": quantized.scale_2,
-                "zero_point": quantized.zero_point,
-            }
-            for role, value in parts.items():
-                if value is not None:
-                    target = tensors[tensor_name(name, role)][expert]
-                    target.copy_(value.view(target.shape))
+        matrices, halves = getattr(weights, name), weights.num_halves if name == "w13" else 1
+        tensors |= quantize_matrices(
+            name, matrices, matrices.shape, scheme, halves, weights.w13.device, separate_halves
+        )
     return ExpertWeights(**tensors, quant=scheme)
+
+
+@in_plain_torch
+def quantize_matrices(
+    name: str,
+    matrices: Iterable[torch.Tensor],
+    sizes: Sequence[int],
+    scheme: QuantScheme,
+    halves: int,
+    device: torch.device,
+    separate_halves: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Rounds the matrices of one kind as `quantize_weights` does, whose text has the rest.
+
+    Args:
+        name: `w13` or `w2`.
+        matrices: One per expert, [rows, columns], on `device`.
+        sizes: Experts, rows and columns.
+        halves: 2 for gate and up rows, else 1.
+
+    Returns:
+        Tensors by field of `ExpertWeights`, without activation scales.
+    """
+    num_experts, rows, columns = sizes
+    hidden, width = (columns, rows // halves) if name == "w13" else (rows, columns)
+    fmt = scheme.weight
+    assert fmt is not None
+    tensors = {
+        row.name: torch.empty(row.shapes[-1 if separate_halves else 0], dtype=row.dtype, device=device)
+        for row in scheme.tensor_rows(num_experts, hidden, width, halves, has_bias=False)
+        if row.matrix == name and row.role != "activation_scale"
+    }
+    for expert, matrix in enumerate(matrices):
+        quantized = _quantize_matrix(matrix, fmt, halves, separate_halves)
+        scale = quantized.scale if quantized.scale_2 is None else quantized.scale_2
+        if not scale.float().isfinite().all():
+            raise ArgumentError(
+                f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
+                "look at the checkpoint"
+            )
+        parts: dict[TensorRole, torch.Tensor | None] = {
+            "weight": quantized.q,
+            "scale": quantized.scale,
+            "scale_2": quantized.scale_2,
+            "zero_point": quantized.zero_point,
+        }
+        for role, value in parts.items():
+            if value is not None:
+                target = tensors[tensor_name(name, role)][expert]
+                target.copy_(value.view(target.shape))
+    return tensors
 
 
 @in_plain_torch

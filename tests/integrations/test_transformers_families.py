@@ -11,8 +11,9 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.blocks import find_experts
-from moereg.integrations.transformers import prepare
-from tests.support.tiny_models import experts_classes, families, tiny_model
+from moereg.integrations._experts.packed import PackedExperts, stored_in
+from moereg.integrations.transformers import dequantize_experts, prepare, quantize_experts, quantize_on_load
+from tests.support.tiny_models import WITHOUT_INTERFACE, experts_classes, families, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,23 @@ def test_a_family_gives_the_logits_and_tokens_of_eager(family: str, record_prope
     assert all(ties is not None and ties in layer.kept for layer in prepared.layers if layer.kept)
     record_property("error", error)
     record_property("bytes", (prepared.bytes_before, prepared.bytes_after))
+
+
+@pytest.mark.parametrize("family", sorted(set(families()) - REFUSED.keys() - set(WITHOUT_INTERFACE)))
+def test_a_family_is_quantized_when_loaded_and_while_it_loads(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=quantize_on_load("nf4"), dtype=torch.float32)
+    quantize_experts(model, "nf4")
+    for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert type(one) is type(other)
+        assert all(map(torch.equal, stored_in(one), stored_in(other)))
+    found = output_of(model)
+    dequantize_experts(model)
+    assert not any(isinstance(each, PackedExperts) for each in model.parameters())
+    model.set_experts_implementation("eager")
+    expected = output_of(model)
+    assert float((found - expected).abs().max() / expected.abs().max()) < FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("family", [family for family in families() if family not in REFUSED])

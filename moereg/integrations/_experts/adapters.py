@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
+from moereg.integrations._experts.packed import PackedExperts
 from moereg.weights.adapters import ExpertAdapters
 
 _FACTORS: Final = "_LoraFactorsProxy"
@@ -20,8 +21,8 @@ _FACTORS: Final = "_LoraFactorsProxy"
 _PRODUCT: Final = "_LoraParameterProxy"
 """PEFT's parametrization with the product: of all adapters before PEFT 0.21, of several active ones since."""
 
-_COMPUTES_TO_CHECK: Final = frozenset({"0.21.0", "0.21.1", "0.21.2"})
-"""Versions of PEFT in which torch computes each of these first to compare its dtype and shape. Others are read too."""
+KNOWN: Final = frozenset({"0.21.0", "0.21.1", "0.21.2"})
+"""Versions of PEFT whose code is changed where it would compute all weights of a layer. Others are read too."""
 
 _MATRICES: Final = {"gate_up_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _LEAST_RANK: Final = 8
@@ -51,7 +52,7 @@ def factors_of(module: torch.nn.Module, name: str) -> Factors | None:
     entry = computed[0]
     if len(computed) > 1 or type(entry).__name__ != _FACTORS or not {"lhs", "rhs", "scaling"} <= vars(entry).keys():
         return None
-    if not torch.compiler.is_compiling() and _skip_check(type(entry)) and torch.is_grad_enabled():
+    if not torch.compiler.is_compiling() and skip_check(type(entry)) and torch.is_grad_enabled():
         # A checkpoint that recomputes this call has to save the same tensors again.
         for each in module.parametrizations.values():  # type: ignore[operator]
             each.original.moereg_is_checked = True
@@ -68,7 +69,10 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
 
 
 def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
-    """Adapters of a module with canonical parameters, in a call of it; None if it has none, or a clause why not."""
+    """Adapters of a module in a call of it, in canonical order; None if it has none, or a clause why not.
+
+    Its parameters are canonical, or quantized.
+    """
     if not parametrize.is_parametrized(module):
         return None
     fields: dict[str, Any] = {}
@@ -76,7 +80,10 @@ def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
         factors, matrix = factors_of(module, name), _MATRICES.get(name)
         if factors is None or matrix is None:
             return _reason(module, name)
-        fields |= {f"{matrix}_a": factors.right, f"{matrix}_b": factors.left, f"{matrix}_scaling": factors.scaling}
+        b, a = factors.left, factors.right
+        if isinstance(factors.base, PackedExperts):
+            b, a = factors.base.form.factors(b, a)
+        fields |= {f"{matrix}_a": a, f"{matrix}_b": b, f"{matrix}_scaling": factors.scaling}
     return ExpertAdapters(**fields)
 
 
@@ -95,7 +102,7 @@ def _reason(module: torch.nn.Module, name: str) -> str:
     return f"{' and '.join(kinds)} computes {name}, which is not one adapter of PEFT's LoRA"
 
 
-def _skip_check(kind: Any) -> bool:
+def skip_check(kind: Any) -> bool:
     """Lets torch's check of a parametrization, PEFT's first use of each one, compare a tensor on meta.
 
     Otherwise each call computes all weights of the layer once, and drops them.
@@ -104,7 +111,7 @@ def _skip_check(kind: Any) -> bool:
         Whether checks of the running call have computed weights, and those of later calls do not.
     """
     version = getattr(sys.modules.get("peft"), "__version__", "")
-    if hasattr(kind.forward, "_is_moereg") or version not in _COMPUTES_TO_CHECK:
+    if hasattr(kind.forward, "_is_moereg") or version not in KNOWN:
         return False
     begin, compute = kind.__init__, kind.forward
 
@@ -115,7 +122,8 @@ def _skip_check(kind: Any) -> bool:
 
     @functools.wraps(compute)
     def forward(self: Any, weight: torch.Tensor) -> Any:
-        is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not hasattr(weight, "moereg_is_checked")
+        plain = (torch.Tensor, torch.nn.Parameter, PackedExperts)
+        is_plain = type(weight) in plain and not hasattr(weight, "moereg_is_checked")
         if vars(self).pop("_moereg_is_new", False) and is_plain:
             return torch.empty_like(weight, device="meta")
         return compute(self, weight)

@@ -15,7 +15,7 @@ from moereg.errors import ArgumentError
 from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.integrations._experts.own import follows, own_output
-from moereg.integrations._experts.serving import has_interface, served
+from moereg.integrations._experts.serving import NAME, NAMES, has_interface, served
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,21 @@ def _top_k(model: torch.nn.Module, name: str) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def switch(model: torch.nn.Module, found: tuple[FoundExperts, ...]) -> None:
+    """Sets the implementation of the configs that the experts' modules read."""
+    if not any(has_interface(each.module) for each in found):
+        return
+    set_implementation = getattr(model, "set_experts_implementation", None)
+    if set_implementation is not None:
+        set_implementation(NAME)
+    for each in found:
+        if has_interface(each.module):
+            config: Any = each.module.config
+            # A bare layer lacks this method, and a wrapper's may not reach every config.
+            if config._experts_implementation not in NAMES:
+                config._experts_implementation = NAME
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from moereg.errors import MoeregError
 from moereg.integrations._experts.own import first_that_runs, follows, own_output, say, weights_of
+from moereg.integrations._experts.packed import is_packed
 from moereg.integrations._experts.serving import (
     NOT_IN_COMPILED_CODE,
     CopiesError,
@@ -58,14 +59,17 @@ def call(
         )
         return own  # type: ignore[no-any-return]
     is_trained, is_adapted = is_followed or module.training, parametrize.is_parametrized(module)
-    if ways and (is_trained or is_adapted):
+    is_frozen = is_packed(module)
+    if ways and (is_trained or is_adapted or is_frozen):
         trainer = trainer_of(module, top_k_index.shape[-1])
         found = served(module)
-        if isinstance(trainer, str) and (is_trained or not (found is not None and found.is_prepared)):
+        is_prepared = found is not None and found.is_prepared
+        # A prepared kernel has quantized weights without adapters.
+        if isinstance(trainer, str) and (is_trained or not is_prepared or (is_frozen and is_adapted)):
             own = own_output(module, found, is_followed, trainer, ways, is_trained)
             if own is not None:
                 return own  # type: ignore[no-any-return]
-        elif isinstance(trainer, Trainer) and (is_followed or is_adapted):
+        elif isinstance(trainer, Trainer) and (is_followed or is_adapted or (is_frozen and not is_prepared)):
             if found is not None and any(each.requires_grad for each in module.parameters()):
                 found.forget()  # Inference reads all weights again: training may write them where torch does not count.
             return trainer.run(module, *inputs)
@@ -103,7 +107,8 @@ def own_functions(module: torch.nn.Module) -> Any:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    return ALL_FP8_EXPERTS_FUNCTIONS if isinstance(module, FP8Experts) else ALL_EXPERTS_FUNCTIONS
+    is_fp8 = isinstance(module, FP8Experts) and not is_packed(module)
+    return ALL_FP8_EXPERTS_FUNCTIONS if is_fp8 else ALL_EXPERTS_FUNCTIONS
 
 
 def _own_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

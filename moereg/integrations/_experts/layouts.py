@@ -12,12 +12,15 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.activation import gate_function, gated_by, recognize
 from moereg.integrations._experts.adapters import parameter_of
+from moereg.integrations._experts.packed import PackedExperts
 from moereg.spec.activations import Activation
 from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.weights.permuted import ExpertWeights
 
 _FP8_BLOCK: Final = (128, 128)
-_QUANTIZED: Final = "its weights are quantized"
+QUANTIZED: Final = "its weights are quantized"
+"""Why no kernel reads such parameters in place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class LiveExperts:
         parameters: Dotted names of the parameters in the module.
         canonical: Makes a module's canonical weights; views where nothing moves.
         stored: Maps canonical weights to the parameters by name; None if they cannot be written back.
-        dtype: The problem's dtype; None if the weights are quantized, since hidden states decide it.
+        dtype: The problem's dtype; None if hidden states decide it, since quantized weights have none.
         quant: Scheme of the weights.
         has_bias: Whether both matmuls have biases.
         moved: How the parameters differ from canonical tensors, as a clause; None if they are those tensors, named in
@@ -45,7 +48,7 @@ class LiveExperts:
     canonical: Callable[[torch.nn.Module], ExpertWeights]
     stored: Callable[[ExpertWeights], Mapping[str, torch.Tensor]] | None = None
     dtype: str | None = None
-    quant: str = "unquantized"
+    quant: QuantScheme | str = "unquantized"
     has_bias: bool = False
     moved: str | None = None
 
@@ -93,6 +96,8 @@ def _parameter(module: torch.nn.Module, name: str, is_computed: bool = False) ->
         value = functools.reduce(getattr, name.split("."), module)
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
+    if isinstance(value, PackedExperts):
+        return value
     kind = type(value.data)
     if kind.__name__ == "DTensor":
         raise ArgumentError(
@@ -164,6 +169,12 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
     elif is_gated and not is_concatenated:
         moved = "its gate and up rows alternate, and moereg reads all of gate before all of up in place"
 
+    if isinstance(up, PackedExperts) != isinstance(down, PackedExperts):
+        raise ArgumentError(f"{up_name} and down_proj must be quantized together, got one that is not")
+    quant: QuantScheme | str = "unquantized"
+    if isinstance(up, PackedExperts):
+        quant, moved, canonical = up.form.scheme, QUANTIZED, functools.partial(_unpacked, names=names)
+
     def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
         fields = {field: getattr(weights, field) for field in names}
         if is_gated and not is_concatenated:
@@ -179,13 +190,30 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
         hidden_size=columns,
         intermediate_size=rows // 2 if is_gated else rows,
         dtype=_dtype_name(up_name, up),
+        quant=quant,
         activation=activation,
         has_bias=has_bias,
         parameters=tuple(names.values()),
         canonical=canonical,
-        stored=stored,
+        stored=None if isinstance(up, PackedExperts) else stored,
         moved=moved,
     )
+
+
+def _unpacked(module: torch.nn.Module, names: Mapping[str, str]) -> ExpertWeights:
+    """The tensors in which quantized parameters are stored, and biases."""
+    fields: dict[str, torch.Tensor] = {}
+    forms = {}
+    for field, name in names.items():
+        value = _parameter(module, name).detach()
+        if isinstance(value, PackedExperts):
+            fields |= value.stored
+            forms[field] = value.form
+        else:
+            fields[field] = value
+    if "w13_bias" in fields and forms["w13"].is_alternating:
+        fields["w13_bias"] = _in_halves(fields["w13_bias"])
+    return ExpertWeights.unchecked(fields, forms["w13"].scheme)
 
 
 def _flat(module: torch.nn.Module) -> LiveExperts:
@@ -277,7 +305,7 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
         activation=activation,
         parameters=tuple(names.values()),
         canonical=canonical,
-        moved=_QUANTIZED,
+        moved=QUANTIZED,
     )
 
 
@@ -310,7 +338,7 @@ def _mxfp4(module: torch.nn.Module) -> LiveExperts:
         # Once swizzled, the codes are no longer parameters.
         parameters=tuple(biases.values()),
         canonical=canonical,
-        moved=_QUANTIZED,
+        moved=QUANTIZED,
     )
 
 

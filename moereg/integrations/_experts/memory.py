@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from moereg.errors import ArgumentError, MoeregError
+from moereg.integrations._experts.packed import stored_in
 from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
 from moereg.weights.unpermute import same_bits
 
@@ -21,7 +22,8 @@ def held_bytes(model: torch.nn.Module, with_kernels: bool = True) -> int:
     kernels = [kernel for found in holders for kernel in found.kernels.values()]
     of_kernels = (tensor for kernel in kernels for tensor in kernel.weights.flat())
     storages: dict[object, int] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *of_kernels):
+    of_model = (each for tensor in (*model.parameters(), *model.buffers()) for each in stored_in(tensor))
+    for tensor in (*of_model, *of_kernels):
         if tensor.layout != torch.strided:  # torch does not expose the storage of opaque tensors.
             storages[id(tensor)] = tensor.numel() * tensor.element_size()
         elif not tensor.is_meta:

@@ -16,6 +16,7 @@ from moereg.dispatch import Names, select_backend
 from moereg.errors import ArgumentError, CompiledCodeError, MoeregError, PicklingError, described
 from moereg.integrations._experts.adapters import parameter_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.integrations._experts.packed import stored_in
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import check_in_place, say_gain
@@ -30,6 +31,9 @@ from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
+
+NAME: Final = "moereg"
+"""The usual one of them."""
 
 NAMES: Final[set[str]] = set()
 """Names under which transformers knows `call`."""
@@ -219,8 +223,8 @@ class ServedExperts:
         return getattr(torch, self.live.dtype) if self.live.dtype else hidden_states.dtype
 
     def tensors(self) -> list[torch.Tensor]:
-        """The module's parameters, in the order of its meaning of them."""
-        return [_tensor(self.module, name) for name in self.live.parameters]
+        """The tensors with the module's parameters, in the order of its meaning of them."""
+        return [each for name in self.live.parameters for each in stored_in(_tensor(self.module, name))]
 
     def _by_field(self) -> dict[str, torch.Tensor]:
         """The same, where they are canonical."""
@@ -255,7 +259,7 @@ class ServedExperts:
                 return
         _follow_writers()
         try:
-            states = states_of(_tensor(module, name) for name in names)
+            states = states_of(each for name in names for each in stored_in(_tensor(module, name)))
         except (AttributeError, AssertionError, RuntimeError) as error:
             raise refused(module, f"its parameters changed ({described(error)})") from error
         before = self._states
