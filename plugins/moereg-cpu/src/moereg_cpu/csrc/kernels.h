@@ -688,34 +688,34 @@ void multiply_rows(
                 if (rest > 0) add_zeros(i, [&](const float* from) MOEREG_LAMBDA { return load_first(from, rest); });
             }
             if constexpr (M == 1 && Format::kIsInteger) {
-                // Two rows at a time, since the sums of more do not fit into registers.
-                constexpr int pair = 2;
+                // As many rows at a time as there are registers for.
+                constexpr int side = kLanes == 16 ? N : 2;
                 const uint8_t* first_input = packed[0] + begin * packed_bytes<Format>();
-                for (int n = 0; n < N; n += pair) {
-                    const uint8_t *block_weights[pair], *block_inputs = first_input;
-                    const float *block_scales[pair], *block_factors = factors[0] + begin;
-                    Floats pair_sums[1][pair];
+                for (int n = 0; n < N; n += side) {
+                    const uint8_t *block_weights[side], *block_inputs = first_input;
+                    const float *block_scales[side], *block_factors = factors[0] + begin;
+                    Floats side_sums[1][side];
                     MOEREG_UNROLL
-                    for (int i = 0; i < pair; ++i) {
+                    for (int i = 0; i < side; ++i) {
                         block_weights[i] = weights[n + i], block_scales[i] = scales[n + i];
-                        pair_sums[0][i] = sums[0][n + i];
+                        side_sums[0][i] = sums[0][n + i];
                     }
                     for (int64_t block = begin; block < end; ++block) {
                         MOEREG_UNROLL
-                        for (int i = 0; i < pair; ++i) {
+                        for (int i = 0; i < side; ++i) {
                             MOEREG_UNROLL
                             for (int line = 0; line < block_bytes; line += 64) {
                                 __builtin_prefetch(block_weights[i] + bytes_ahead + line, 0, 2);
                             }
                         }
-                        add_block<Format, G, 1, pair, weighed>(
-                            block_weights, &block_inputs, &block_factors, block_scales, pair_sums, seen);
+                        add_block<Format, G, 1, side, weighed>(
+                            block_weights, &block_inputs, &block_factors, block_scales, side_sums, seen);
                         MOEREG_UNROLL
-                        for (int i = 0; i < pair; ++i) block_weights[i] += block_bytes, block_scales[i] += per_block;
+                        for (int i = 0; i < side; ++i) block_weights[i] += block_bytes, block_scales[i] += per_block;
                         block_inputs += packed_bytes<Format>(), ++block_factors;
                     }
                     MOEREG_UNROLL
-                    for (int i = 0; i < pair; ++i) sums[0][n + i] = pair_sums[0][i];
+                    for (int i = 0; i < side; ++i) sums[0][n + i] = side_sums[0][i];
                 }
             } else {
                 const uint8_t *block_weights[N], *block_inputs[M];
