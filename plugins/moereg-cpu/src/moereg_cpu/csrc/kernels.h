@@ -521,7 +521,7 @@ MOEREG_INLINE void add_block(
                 for (int n = 0; n < N; ++n) values[n] = Format::decode(weights[n] + step * Format::kStepBytes, v);
                 MOEREG_UNROLL
                 for (int m = 0; m < M; ++m) {
-                    const Bits input = in_register(load_bits(packed[m] + (step * vectors + v) * kBytes));
+                    const Bits input = once(load_bits(packed[m] + (step * vectors + v) * kBytes));
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) target[m][n] = multiply_packed(target[m][n], values[n], input);
                 }
@@ -690,32 +690,33 @@ void multiply_rows(
             if constexpr (M == 1 && Format::kIsInteger) {
                 // As many rows at a time as there are registers for.
                 constexpr int side = kLanes == 16 ? N : 2;
-                const uint8_t* first_input = packed[0] + begin * packed_bytes<Format>();
-                for (int n = 0; n < N; n += side) {
-                    const uint8_t *block_weights[side], *block_inputs = first_input;
-                    const float *block_scales[side], *block_factors = factors[0] + begin;
-                    Floats side_sums[1][side];
+                const uint8_t *block_weights[N], *block_inputs = packed[0] + begin * packed_bytes<Format>();
+                const float *block_scales[N], *block_factors = factors[0] + begin;
+                MOEREG_UNROLL
+                for (int n = 0; n < N; ++n) block_weights[n] = weights[n], block_scales[n] = scales[n];
+                for (int64_t block = begin; block < end; ++block) {
                     MOEREG_UNROLL
-                    for (int i = 0; i < side; ++i) {
-                        block_weights[i] = weights[n + i], block_scales[i] = scales[n + i];
-                        side_sums[0][i] = sums[0][n + i];
-                    }
-                    for (int64_t block = begin; block < end; ++block) {
+                    for (int n = 0; n < N; ++n) {
                         MOEREG_UNROLL
-                        for (int i = 0; i < side; ++i) {
-                            MOEREG_UNROLL
-                            for (int line = 0; line < block_bytes; line += 64) {
-                                __builtin_prefetch(block_weights[i] + bytes_ahead + line, 0, 2);
-                            }
+                        for (int line = 0; line < block_bytes; line += 64) {
+                            __builtin_prefetch(block_weights[n] + bytes_ahead + line, 0, 2);
                         }
-                        add_block<Format, G, 1, side, weighed>(
-                            block_weights, &block_inputs, &block_factors, block_scales, side_sums, seen);
-                        MOEREG_UNROLL
-                        for (int i = 0; i < side; ++i) block_weights[i] += block_bytes, block_scales[i] += per_block;
-                        block_inputs += packed_bytes<Format>(), ++block_factors;
                     }
                     MOEREG_UNROLL
-                    for (int i = 0; i < side; ++i) sums[0][n + i] = side_sums[0][i];
+                    for (int n = 0; n < N; n += side) {
+                        Floats side_sums[1][side];
+                        MOEREG_UNROLL
+                        for (int i = 0; i < side; ++i) side_sums[0][i] = sums[0][n + i];
+                        add_block<Format, G, 1, side, weighed>(
+                            block_weights + n, &block_inputs, &block_factors, block_scales + n, side_sums, seen);
+                        MOEREG_UNROLL
+                        for (int i = 0; i < side; ++i) sums[0][n + i] = side_sums[0][i];
+                        // The next rows' loads stay behind, or registers are spilled.
+                        asm volatile("" ::: "memory");
+                    }
+                    MOEREG_UNROLL
+                    for (int n = 0; n < N; ++n) block_weights[n] += block_bytes, block_scales[n] += per_block;
+                    block_inputs += packed_bytes<Format>(), ++block_factors;
                 }
             } else {
                 const uint8_t *block_weights[N], *block_inputs[M];

@@ -317,6 +317,16 @@ MOEREG_INLINE Bits in_register(Bits bits) {
     return bits;
 }
 
+// Loads once what several instructions read, which compilers else load for each of them.
+MOEREG_INLINE Bits once(Bits bits) {
+#if defined(__AVX512F__)
+    asm ("" : "+v"(bits));
+#elif defined(__AVX2__)
+    asm ("" : "+x"(bits));
+#endif
+    return bits;
+}
+
 constexpr int kBytes = 4 * kLanes;
 constexpr int kShorts = 2 * kLanes;
 
