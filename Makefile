@@ -41,7 +41,7 @@ FILES_WITH = $$(grep -rlw $(1) --include='test_*.py' tests)
 help:
 	@echo 'make demo        installs moereg (not the test tools) and runs one real-size layer: about 2 minutes'
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
-	@echo 'make test-all    runs the rest: the slow tests'
+	@echo 'make test-all    runs the rest: the slow tests, and the C++ kernels as on 64-bit Arm'
 	@echo 'make test-aot    compiles every kernel ahead of time for every architecture: some 10 minutes, after changes to kernels'
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-finetune  installs PEFT and TRL (0.3 GB more) and fine-tunes with them'
@@ -75,6 +75,15 @@ test: $(VENV)/.test-stamp
 # marked slow, that is no failure.
 test-all: $(VENV)/.test-stamp
 	$(IN_PARALLEL) -m 'slow and $(EVERYWHERE)' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@missing=; for tool in cmake aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -n "$$missing" ]; then \
+		echo "== without the C++ kernels on 64-bit Arm, which need$$missing (on Debian: apt install cmake g++-aarch64-linux-gnu qemu-user)"; \
+	else \
+		echo '== the portable C++ kernels, compiled for 64-bit Arm, in an emulator: two minutes' && \
+		cmake -S plugins/moereg-cpu -B $(CPU)/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+			-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_EXE_LINKER_FLAGS=-static >/dev/null && \
+		cmake --build $(CPU)/arm --target driver --parallel 2 && qemu-aarch64 $(CPU)/arm/driver; \
+	fi
 
 # Not a step of .ci/run: `make test` compiles a sample. Run it when a kernel or a launch configuration changes.
 test-aot: $(VENV)/.test-stamp

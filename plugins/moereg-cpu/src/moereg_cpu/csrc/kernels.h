@@ -159,17 +159,25 @@ template <class Format> constexpr int packed_bytes() {
     return kBlock * (Format::kStep == 2 * kLanes * Format::kVectors ? 2 : 4);
 }
 
-// Rows of integers go on behind their blocks: the fp32 factor of each block, and for bytes what each group's zeros add
-// to a product, before its scale.
+// Groups of a block that have numbers of their own in a packed row: of bytes, all that have a scale, else the block.
+template <class Format, int G> constexpr int packed_groups() {
+    if constexpr (Format::kIsInteger && G != 0) return kBlock / G;
+    return 1;
+}
+
+// Rows of integers go on behind their blocks: the fp32 factor of each group, and for bytes what its zeros add to a
+// product, before its scale.
 template <class Format> int64_t factors_place(int64_t columns) { return blocks_of(columns) * packed_bytes<Format>(); }
-template <class Format> int64_t zeros_place(int64_t columns) {
-    return factors_place<Format>(columns) + rounded_up(4 * blocks_of(columns), kBytes);
+template <class Format, int G> int64_t factors_bytes(int64_t columns) {
+    return rounded_up(4 * blocks_of(columns) * packed_groups<Format, G>(), kBytes);
+}
+template <class Format, int G> int64_t zeros_place(int64_t columns) {
+    return factors_place<Format>(columns) + factors_bytes<Format, G>(columns);
 }
 template <class Format, int G> int64_t packed_row_bytes(int64_t columns) {
     // An odd number of spans, else a span of all rows would fall into the same sets of the first cache.
     if constexpr (!Format::kIsInteger) return ((blocks_of(columns) + 1) / 4 * 4 + kSpan) * packed_bytes<Format>();
-    const int64_t groups = blocks_of(columns) * (G == 0 ? 1 : kBlock / G);
-    return zeros_place<Format>(columns) + (Format::kIsBytes ? rounded_up(4 * groups, kBytes) : 0);
+    return zeros_place<Format, G>(columns) + (Format::kIsBytes ? factors_bytes<Format, G>(columns) : 0);
 }
 
 // The largest code: its high and low bytes are both signed, 127 * 256 + 127.
@@ -251,18 +259,18 @@ template <class Format> void pack_floats(const float* numbers, uint8_t* to) {
 }
 
 template <class Format, int G>
-void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float factor, void* packed) {
+void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, float scale, void* packed) {
     constexpr int span = G == 0 ? kBlock : G;
     float numbers[kBlock];
     const auto widen_block = [&](int64_t begin) {
         const int64_t count = smaller(kBlock, matrix.columns - begin);
         if (count < kBlock) memset(numbers, 0, sizeof numbers);
-        widen(row, format, begin, count, factor, numbers);
+        widen(row, format, begin, count, scale, numbers);
     };
     uint8_t* to = static_cast<uint8_t*>(packed);
     if constexpr (Format::kIsInteger) {
         float* factors = reinterpret_cast<float*>(to + factors_place<Format>(matrix.columns));
-        float* group_zeros = reinterpret_cast<float*>(to + zeros_place<Format>(matrix.columns));
+        float* group_zeros = reinterpret_cast<float*>(to + zeros_place<Format, G>(matrix.columns));
         uint32_t largest = 0;
         for (int64_t begin = 0; Format::kRoundsTokens && begin < matrix.columns; begin += kBlock) {
             widen_block(begin);
@@ -273,7 +281,8 @@ void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, 
         for (int64_t begin = 0; begin < matrix.columns; begin += kBlock) {
             widen_block(begin);
             if (!Format::kRoundsTokens) largest = largest_magnitude(numbers);
-            *factors++ = pack_integers<Format>(numbers, step_of<Format>(largest), to, span, zeros);
+            const float factor = pack_integers<Format>(numbers, step_of<Format>(largest), to, span, zeros);
+            for (int i = 0; i < packed_groups<Format, G>(); ++i) *factors++ = factor;
             if constexpr (Format::kIsBytes && G != 0) {
                 memcpy(group_zeros, zeros, kBlock / span * sizeof *zeros);
                 group_zeros += kBlock / span;
@@ -295,9 +304,9 @@ void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, 
 
 // kLanes scales of 8 bits.
 MOEREG_INLINE Floats decode_e8m0(Bits codes) {
-    // An exponent of 0 is a subnormal number, and one of 255 is NaN; only that one becomes negative.
-    const Bits bits = left32<23>(codes), carry = signed_right32<31>(add32(bits, all_bits(0x00800000)));
-    return as_floats(either(larger_signed32(bits, all_bits(0x00400000)), both(carry, all_bits(0x7fc00000))));
+    // An exponent of 0 is a subnormal number, and one of 255 is NaN, which infinity times 0 is.
+    const Floats value = as_floats(larger_signed32(left32<23>(codes), all_bits(0x00400000)));
+    return multiply_add(value, zeros(), value);
 }
 MOEREG_INLINE Floats decode_e4m3(Bits codes) {
     const Bits magnitude = both(codes, all_bits(0x7f)), sign = left32<24>(both(codes, all_bits(0x80)));
@@ -321,6 +330,49 @@ __attribute__((noinline)) void decode_scales(
         const Floats values = format == MOEREG_CPU_E8M0 ? decode_e8m0(bits) : decode_e4m3(bits);
         memcpy(to + i, &values, sizeof values);
     }
+}
+
+// Scales of N rows, [begins[n], begins[n] + count) of an array, times the factors of a packed row's groups, to whole
+// registers at to[n]. What the zeros of these groups add goes to sums[n].
+template <bool Z, int N, int size, int zero_size>
+MOEREG_INLINE void weigh_scales(
+    const void* scales, int32_t format, const int64_t (&begins)[N], int64_t count, const float* factors,
+    const float* group_zeros, const float (&zero_points)[N][zero_size], Floats (&sums)[N], float (&to)[N][size]) {
+    const auto weigh = [&](int64_t i, auto decode, auto load_some) MOEREG_LAMBDA {
+        const Floats factor = load_some(factors + i), zero = load_some(group_zeros + i);
+        MOEREG_UNROLL
+        for (int n = 0; n < N; ++n) {
+            Floats scale = decode(begins[n] + i);
+            const Floats weighed = multiply(scale, factor);
+            memcpy(to[n] + i, &weighed, sizeof weighed);
+            if constexpr (Z) scale = multiply(scale, load_some(zero_points[n] + i));
+            sums[n] = multiply_add(zero, scale, sums[n]);
+        }
+    };
+    const auto load_all = [](const float* from) MOEREG_LAMBDA { return load(from); };
+    const float* numbers = static_cast<const float*>(scales);
+    const uint8_t* codes = static_cast<const uint8_t*>(scales);
+    int64_t i = 0;
+    if (format == MOEREG_CPU_F32) {
+        const auto decode = [&](int64_t place) MOEREG_LAMBDA { return load(numbers + place); };
+        for (; i + kLanes <= count; i += kLanes) weigh(i, decode, load_all);
+    } else if (format == MOEREG_CPU_E8M0) {
+        const auto decode = [&](int64_t place) MOEREG_LAMBDA { return decode_e8m0(load_bytes(codes + place)); };
+        for (; i + kLanes <= count; i += kLanes) weigh(i, decode, load_all);
+    } else {
+        const auto decode = [&](int64_t place) MOEREG_LAMBDA { return decode_e4m3(load_bytes(codes + place)); };
+        for (; i + kLanes <= count; i += kLanes) weigh(i, decode, load_all);
+    }
+    const int64_t rest = count - i;
+    if (rest == 0) return;
+    const auto load_rest = [&](const float* from) MOEREG_LAMBDA { return load_first(from, rest); };
+    const auto decode_rest = [&](int64_t place) MOEREG_LAMBDA {
+        if (format == MOEREG_CPU_F32) return load_rest(numbers + place);
+        float decoded[kLanes];
+        decode_scales(scales, format, place, rest, decoded);
+        return load_rest(decoded);
+    };
+    weigh(i, decode_rest, load_rest);
 }
 
 __attribute__((noinline)) void find_zero_points(
@@ -359,8 +411,9 @@ template <class Format, int M> constexpr int rows_at_once() {
     return kLanes == 16 && Format::kVectors < 4 ? 4 : 2;
 }
 
-// Adds the products of one block of columns. NaN codes are looked for in `seen`.
-template <class Format, int G, int M, int N>
+// Adds the products of one block of columns. NaN codes are looked for in `seen`. If a row is `weighed`, its scales are
+// already times the factors of the only packed row.
+template <class Format, int G, int M, int N, bool weighed = false>
 MOEREG_INLINE void add_block(
     const uint8_t* const* weights, const uint8_t* const* packed, const float* const* factors,
     const float* const* scales, Floats (&sums)[M][N], Bits (&seen)[2]) {
@@ -398,15 +451,20 @@ MOEREG_INLINE void add_block(
                 const uint8_t* place = packed[m] + step * vectors * parts * kBytes;
                 MOEREG_UNROLL
                 for (int v = 0; v < vectors; ++v) {
-                    const Bits input = load_bits(place + v * kBytes);
-                    const Bits rest = parts == 2 ? load_bits(place + (vectors + v) * kBytes) : input;
+                    const Bits input = in_register(load_bits(place + v * kBytes));
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
                         if constexpr (is_bytes) {
-                            part[m][n] = multiply_bytes(part[m][n], codes[n][v], input);
-                            if (parts == 2) low[m][n] = multiply_bytes(low[m][n], codes[n][v], rest);
+                            part[m][n] = in_register(multiply_bytes(part[m][n], codes[n][v], input));
                         } else {
-                            part[m][n] = multiply_pairs(part[m][n], codes[n][v], input);
+                            part[m][n] = in_register(multiply_pairs(part[m][n], codes[n][v], input));
+                        }
+                    }
+                    if constexpr (parts == 2) {
+                        const Bits rest = in_register(load_bits(place + (vectors + v) * kBytes));
+                        MOEREG_UNROLL
+                        for (int n = 0; n < N; ++n) {
+                            low[m][n] = in_register(multiply_bytes(low[m][n], codes[n][v], rest));
                         }
                     }
                 }
@@ -414,7 +472,8 @@ MOEREG_INLINE void add_block(
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
                         const Floats scale = spread<lanes>(scales[n] + step * groups);
-                        scaled[m][n] = multiply_add(sum_of_codes(m, n), scale, scaled[m][n]);
+                        auto& target = weighed ? sums[m][n] : scaled[m][n];
+                        target = multiply_add(sum_of_codes(m, n), scale, target);
                         part[m][n] = low[m][n] = no_bits();
                     }
                 }
@@ -422,10 +481,14 @@ MOEREG_INLINE void add_block(
         }
         MOEREG_UNROLL
         for (int m = 0; m < M; ++m) {
-            const Floats factor = all(*factors[m]);
+            const Floats factor = weighed ? zeros() : all(*factors[m]);
             MOEREG_UNROLL
             for (int n = 0; n < N; ++n) {
-                if constexpr (is_split) {
+                if constexpr (is_split && weighed) {
+                    // Added above.
+                } else if constexpr (weighed) {
+                    sums[m][n] = multiply_add(sum_of_codes(m, n), all(*scales[n]), sums[m][n]);
+                } else if constexpr (is_split) {
                     sums[m][n] = multiply_add(scaled[m][n], factor, sums[m][n]);
                 } else {
                     const Floats both_factors = G == 0 ? factor : multiply(factor, all(*scales[n]));
@@ -458,7 +521,7 @@ MOEREG_INLINE void add_block(
                 for (int n = 0; n < N; ++n) values[n] = Format::decode(weights[n] + step * Format::kStepBytes, v);
                 MOEREG_UNROLL
                 for (int m = 0; m < M; ++m) {
-                    const Bits input = in_register(load_bits(packed[m] + (step * vectors + v) * kBytes));
+                    const Bits input = once(load_bits(packed[m] + (step * vectors + v) * kBytes));
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) target[m][n] = multiply_packed(target[m][n], values[n], input);
                 }
@@ -524,6 +587,8 @@ void multiply_rows(
     constexpr int N = rows_at_once<Format, M>();
     constexpr int block_bytes = kBlockWeightBytes<Format>, per_block = G == 0 ? 0 : kBlock / G;
     constexpr int buffered = kSegment * kBlock / kLeastGroup;
+    // Whether scales are multiplied by the factors of the packed row before they multiply sums.
+    constexpr bool weighed = M == 1 && Format::kIsInteger && G != 0;
     const moereg_cpu_matrix& matrix = tile.matrix;
     const int64_t num_full = matrix.columns / kBlock, num_blocks = blocks_of(matrix.columns);
     const bool has_plain_scales = matrix.scale_format == MOEREG_CPU_F32;
@@ -533,13 +598,13 @@ void multiply_rows(
     const uint8_t* all_scales = static_cast<const uint8_t*>(matrix.scale);
     const uint8_t* weights[N];
     const float *scales[N] = {}, *factors[M], *group_zeros[M];
-    int64_t rows[N];
+    int64_t rows[N], scale_places[N];
     float scale_buffer[N][G == 0 ? 1 : buffered], zero_points[N][Z ? buffered : 1];
     uint8_t copies[N][block_bytes];
     MOEREG_UNROLL
     for (int m = 0; m < M; ++m) {
         factors[m] = reinterpret_cast<const float*>(packed[m] + factors_place<Format>(matrix.columns));
-        group_zeros[m] = reinterpret_cast<const float*>(packed[m] + zeros_place<Format>(matrix.columns));
+        group_zeros[m] = reinterpret_cast<const float*>(packed[m] + zeros_place<Format, G>(matrix.columns));
     }
     for (int64_t place = first * kStreams; place < (first + count) * kStreams; place += N) {
         const int64_t top = place / kStreams, row = top + place % kStreams * tile.apart;
@@ -556,9 +621,14 @@ void multiply_rows(
             // A row that is not there is the first one again, and its result is dropped.
             rows[n] = row + n * tile.apart < tile.end ? row + n * tile.apart : row;
             weights[n] = first_weights + rows[n] * tile.row_bytes;
-            if (G != 0 && matrix.group_rows == 1) {
-                const uint8_t* from = all_scales + (first_row + rows[n] + ahead) * scale_row_bytes;
-                for (int64_t line = 0; line < scale_row_bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+        }
+        if (G != 0 && matrix.group_rows == 1) {
+            for (int64_t line = 0; line < scale_row_bytes; line += 64) {
+                MOEREG_UNROLL
+                for (int n = 0; n < N; ++n) {
+                    const uint8_t* from = all_scales + (first_row + rows[n] + ahead) * scale_row_bytes;
+                    __builtin_prefetch(from + line, 0, 2);
+                }
             }
         }
         for (int64_t begin = 0; begin < num_blocks;) {
@@ -575,20 +645,28 @@ void multiply_rows(
                     weights[n] = copies[n];
                 }
                 if constexpr (G != 0) {
-                    const int64_t scale = tile.scale_row_of(rows[n]) * tile.groups + first_group;
-                    if (has_plain_scales && !is_partial) {
-                        scales[n] = static_cast<const float*>(matrix.scale) + scale;
-                    } else {
-                        decode_scales(matrix.scale, matrix.scale_format, scale, num_groups, scale_buffer[n]);
-                        scales[n] = scale_buffer[n];
-                    }
+                    scale_places[n] = tile.scale_row_of(rows[n]) * tile.groups + first_group;
                     if constexpr (Z) {
                         const int64_t zero_row = first_row + rows[n];
                         find_zero_points(matrix, zero_row, tile.groups, first_group, num_groups, zero_points[n]);
                     }
+                    if (weighed) {
+                        scales[n] = scale_buffer[n];
+                    } else if (has_plain_scales && !is_partial) {
+                        scales[n] = static_cast<const float*>(matrix.scale) + scale_places[n];
+                    } else {
+                        const int32_t format = matrix.scale_format;
+                        decode_scales(matrix.scale, format, scale_places[n], num_groups, scale_buffer[n]);
+                        scales[n] = scale_buffer[n];
+                    }
                 }
             }
-            if constexpr (Format::kIsBytes && G != 0) {
+            if constexpr (weighed) {
+                weigh_scales<Z>(
+                    matrix.scale, matrix.scale_format, scale_places, num_groups, factors[0] + first_group,
+                    group_zeros[0] + first_group, zero_points, sums[0], scale_buffer);
+            }
+            if constexpr (Format::kIsBytes && G != 0 && !weighed) {
                 // What the zeros of all groups add.
                 const auto add_zeros = [&](int64_t i, auto load_some) MOEREG_LAMBDA {
                     MOEREG_UNROLL
@@ -609,41 +687,61 @@ void multiply_rows(
                 const int64_t rest = num_groups - i;
                 if (rest > 0) add_zeros(i, [&](const float* from) MOEREG_LAMBDA { return load_first(from, rest); });
             }
-            const uint8_t *block_weights[N], *block_inputs[M];
-            const float *block_scales[N], *block_factors[M];
-            MOEREG_UNROLL
-            for (int n = 0; n < N; ++n) block_weights[n] = weights[n], block_scales[n] = scales[n];
-            for (int64_t block = begin; block < end; ++block) {
+            if constexpr (M == 1 && Format::kIsInteger) {
+                // As many rows at a time as there are registers for.
+                constexpr int side = kLanes == 16 ? N : 2;
+                const uint8_t *block_weights[N], *block_inputs = packed[0] + begin * packed_bytes<Format>();
+                const float *block_scales[N], *block_factors = factors[0] + begin;
                 MOEREG_UNROLL
-                for (int n = 0; n < N; ++n) {
-                    MOEREG_UNROLL
-                    for (int line = 0; line < block_bytes; line += 64) {
-                        __builtin_prefetch(block_weights[n] + bytes_ahead + line, 0, 2);
-                    }
-                }
-                MOEREG_UNROLL
-                for (int m = 0; m < M; ++m) {
-                    block_inputs[m] = packed[m] + block * packed_bytes<Format>();
-                    block_factors[m] = factors[m] + block;
-                }
-                if constexpr (M == 1 && Format::kIsInteger) {
-                    // Row by row, since the sums of several do not fit into registers.
+                for (int n = 0; n < N; ++n) block_weights[n] = weights[n], block_scales[n] = scales[n];
+                for (int64_t block = begin; block < end; ++block) {
                     MOEREG_UNROLL
                     for (int n = 0; n < N; ++n) {
-                        Floats sum[1][1] = {{sums[0][n]}};
-                        add_block<Format, G, 1, 1>(
-                            block_weights + n, block_inputs, block_factors, block_scales + n, sum, seen);
-                        sums[0][n] = sum[0][0];
-                        // Else compilers would keep inputs for the next row, and sums on the stack.
+                        MOEREG_UNROLL
+                        for (int line = 0; line < block_bytes; line += 64) {
+                            __builtin_prefetch(block_weights[n] + bytes_ahead + line, 0, 2);
+                        }
+                    }
+                    MOEREG_UNROLL
+                    for (int n = 0; n < N; n += side) {
+                        Floats side_sums[1][side];
+                        MOEREG_UNROLL
+                        for (int i = 0; i < side; ++i) side_sums[0][i] = sums[0][n + i];
+                        add_block<Format, G, 1, side, weighed>(
+                            block_weights + n, &block_inputs, &block_factors, block_scales + n, side_sums, seen);
+                        MOEREG_UNROLL
+                        for (int i = 0; i < side; ++i) sums[0][n + i] = side_sums[0][i];
+                        // The next rows' loads stay behind, or registers are spilled.
                         asm volatile("" ::: "memory");
                     }
-                } else {
-                    add_block<Format, G, M, N>(block_weights, block_inputs, block_factors, block_scales, sums, seen);
+                    MOEREG_UNROLL
+                    for (int n = 0; n < N; ++n) block_weights[n] += block_bytes, block_scales[n] += per_block;
+                    block_inputs += packed_bytes<Format>(), ++block_factors;
                 }
+            } else {
+                const uint8_t *block_weights[N], *block_inputs[M];
+                const float *block_scales[N], *block_factors[M];
                 MOEREG_UNROLL
-                for (int n = 0; n < N; ++n) {
-                    block_weights[n] += block_bytes;
-                    block_scales[n] += per_block;
+                for (int n = 0; n < N; ++n) block_weights[n] = weights[n], block_scales[n] = scales[n];
+                for (int64_t block = begin; block < end; ++block) {
+                    MOEREG_UNROLL
+                    for (int n = 0; n < N; ++n) {
+                        MOEREG_UNROLL
+                        for (int line = 0; line < block_bytes; line += 64) {
+                            __builtin_prefetch(block_weights[n] + bytes_ahead + line, 0, 2);
+                        }
+                    }
+                    MOEREG_UNROLL
+                    for (int m = 0; m < M; ++m) {
+                        block_inputs[m] = packed[m] + block * packed_bytes<Format>();
+                        block_factors[m] = factors[m] + block * packed_groups<Format, G>();
+                    }
+                    add_block<Format, G, M, N>(block_weights, block_inputs, block_factors, block_scales, sums, seen);
+                    MOEREG_UNROLL
+                    for (int n = 0; n < N; ++n) {
+                        block_weights[n] += block_bytes;
+                        block_scales[n] += per_block;
+                    }
                 }
             }
             for (int n = 0; n < N; ++n) weights[n] += (end - begin) * block_bytes;

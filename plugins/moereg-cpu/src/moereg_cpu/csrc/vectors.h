@@ -306,12 +306,23 @@ MOEREG_INLINE float sum_of(Floats a) {
 
 #endif
 
-// Loads once what several instructions read, which compilers else load for each of them.
+// Computes this here and once: compilers else load inputs for each of the instructions that read them, or keep so many
+// for later that registers are spilled.
 MOEREG_INLINE Bits in_register(Bits bits) {
 #if defined(__AVX512F__)
-    asm("" : "+v"(bits));
+    asm volatile("" : "+v"(bits));
 #elif defined(__AVX2__)
-    asm("" : "+x"(bits));
+    asm volatile("" : "+x"(bits));
+#endif
+    return bits;
+}
+
+// Loads once what several instructions read, which compilers else load for each of them.
+MOEREG_INLINE Bits once(Bits bits) {
+#if defined(__AVX512F__)
+    asm ("" : "+v"(bits));
+#elif defined(__AVX2__)
+    asm ("" : "+x"(bits));
 #endif
     return bits;
 }
