@@ -55,8 +55,7 @@ def summary_table() -> str:
             mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
             outcomes = counted([outcome(ratio) for ratio in ratios])
             rows.append([f"`{name}`", dtype, outcomes, f"{mean:.2f}", f"{min(ratios):.2f}"])
-    where = "\n".join(f"- {_where(*item)}" for item in _documents().items())
-    return f"{table(['file', 'dtype', 'rows', 'ratio, mean', 'worst'], rows)}\n\n{where}"
+    return table(["file", "dtype", "rows", "ratio, mean", "worst"], rows)
 
 
 def losses_table() -> str:

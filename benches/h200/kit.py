@@ -1,8 +1,8 @@
 """The conformance kit on a backend in many processes on all GPUs at once, since one compiler outlasts every check.
 
 `python -m benches.h200.kit OUT.json SECONDS JOBS BACKEND... [--cells TEXT...]` runs what `moereg verify BACKEND` runs,
-and writes the ledger's records of the cells that passed everything to OUT.json. TEXT is a part of an experts class's
-name. Checks that the time did not suffice for are told, and their cells have no record.
+and writes the ledger's record of each cell that passed everything to OUT.json once its checks have ended. TEXT is a
+part of an experts class's name. Checks that the time did not suffice for are told, and their cells have no record.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
@@ -93,6 +94,8 @@ def main() -> int:
     print(f"{len(checks)} checks of {num_cells} cells, {options.jobs} processes", flush=True)
     spawned = multiprocessing.get_context("spawn")
     results: list[Result] = []
+    left = Counter(check.cell for check in checks)
+    platform = current_platform()
     gpus = spawned.SimpleQueue()
     for job in range(options.jobs):
         gpus.put(job % max(1, torch.cuda.device_count()))
@@ -101,23 +104,26 @@ def main() -> int:
         for group in concurrent.futures.as_completed(groups):
             found = results_of(group, groups[group])
             results += found
+            cell = groups[group][0].cell
+            left[cell] -= len(found)
+            if not left[cell]:
+                own = report_of("", [result for result in results if result.check.cell == cell], 0.0)
+                records = [Verification.of(name.find(), platform, count) for name, count in own.verified_cells.items()]
+                merge_ledger(options.out, records)
             for result in found:
                 if result.outcome.is_failure:
                     print(f"{result.outcome.status}: {result.check.id}: {result.outcome.message}", flush=True)
     report = report_of(",".join(options.backends), results, time.time() - start)
-    platform = current_platform()
-    verified = report.verified_cells
-    merge_ledger(options.out, [Verification.of(name.find(), platform, count) for name, count in verified.items()])
     print("| experts | schemes | passed | failed | not run | s |")
     for cell in report.cells:
-        own = [result.outcome for result in results if result.check.cell == cell]
-        passed = sum(outcome.status == "passed" for outcome in own)
-        failed = sum(outcome.is_failure for outcome in own)
-        spent = sum(outcome.seconds for outcome in own)
-        print(f"| {cell} | {passed} | {failed} | {len(own) - passed - failed} | {spent:.0f} |")
+        outcomes = [result.outcome for result in results if result.check.cell == cell]
+        passed = sum(outcome.status == "passed" for outcome in outcomes)
+        failed = sum(outcome.is_failure for outcome in outcomes)
+        spent = sum(outcome.seconds for outcome in outcomes)
+        print(f"| {cell} | {passed} | {failed} | {len(outcomes) - passed - failed} | {spent:.0f} |")
     for message in sorted({result.outcome.message for result in results if result.outcome.status == "skipped"}):
         print("not run:", message)
-    total = sum(verified.values())
+    total = sum(report.verified_cells.values())
     print(f"{total} of {len(checks)} checks in cells that passed everything, {report.seconds:.0f} s")
     return 0 if report.passed and total == len(checks) else 1
 
