@@ -31,8 +31,8 @@ class _Pair(NamedTuple):
 _APART: Final = {"--compare", "--zero-experts", "--layers"}
 """Options of runs that are checks, or of part of a model."""
 
-_COMPILING_S: Final = 1.0
-"""No batch takes this long; where one in a hundred first tokens does, a kernel was compiled before it."""
+_LONG_S: Final = 1.0
+"""No batch takes this long, so a first token that does has waited for something else."""
 
 
 def _runs(name: str) -> list[dict[str, Any]]:
@@ -122,19 +122,18 @@ def arrivals_table(name: str) -> str:
             sides = found.setdefault(key, {})
             known = sides.setdefault(_is_ours(run), row)
             sides[_is_ours(run)] = min(known, row, key=lambda one: one["first_p99_s"])
-    rows, compiled = [], []
+    rows = []
     for key, sides in found.items():
-        pair = [sides[flag] for flag in (False, True) if flag in sides]
-        if len(pair) < 2 or any(side["first_p99_s"] > _COMPILING_S for side in pair):
-            compiled.append(key[0])
+        if len(sides) < 2:
             continue
+        pair = sides[False], sides[True]
         cells = [" / ".join(f"{side['output_per_s']:,.0f}" for side in pair)]
         for field in ("first_p50_s", "first_p99_s", "between_p50_s", "between_p99_s"):
             cells.append(" / ".join(f"{1000 * side[field]:.1f}" for side in pair))
-        rows.append([key[0], f"{key[2]:g}", *cells])
-    header = ["model", "requests / s", "output tokens / s", "first token p50", "p99", "between tokens p50", "p99"]
-    left = f" Still compiling, so left out: {', '.join(dict.fromkeys(compiled))}." if compiled else ""
-    return f"{table(header, rows)}\n\n{name} / moereg, milliseconds.{left}"
+        waits = ["waits"] if any(side["first_p99_s"] > _LONG_S for side in pair) else [""]
+        rows.append([key[0], f"{key[2]:g}", *cells, *waits])
+    header = ["model", "requests / s", "output tokens / s", "first token p50", "p99", "between tokens p50", "p99", ""]
+    return f"{table(header, rows)}\n\n{name} / moereg, milliseconds."
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {

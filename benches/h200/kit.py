@@ -57,8 +57,10 @@ def run_group(checks: tuple[Check, ...], end: float) -> list[Result]:
 
 
 def take_gpu(gpus: SimpleQueue[int]) -> None:
-    """Gives a new process one of the machine's GPUs, before torch looks for them."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus.get())
+    """Gives a new process one of the GPUs that this one sees, before torch looks for them."""
+    number = gpus.get()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[number] if seen else str(number)
 
 
 def results_of(group: concurrent.futures.Future[list[Result]], checks: Sequence[Check]) -> list[Result]:

@@ -57,7 +57,8 @@ struct Tensors {
 
 int64_t groups_of(int64_t size, int64_t extent) { return extent == 0 ? 1 : (size + extent - 1) / extent; }
 
-Tensors fill(moereg_cpu_matrix& matrix, const Scheme& scheme, int64_t experts, int64_t rows, int64_t columns) {
+Tensors fill(
+    moereg_cpu_matrix& matrix, const Scheme& scheme, int64_t experts, int64_t rows, int64_t columns, int32_t halves) {
     matrix = {};
     matrix.rows = rows;
     matrix.columns = columns;
@@ -65,7 +66,8 @@ Tensors fill(moereg_cpu_matrix& matrix, const Scheme& scheme, int64_t experts, i
     matrix.scale_format = scheme.scale_format;
     matrix.group_columns = scheme.group_columns;
     matrix.group_rows = scheme.group_rows;
-    matrix.scale_halves = matrix.scale_2_halves = 1;
+    matrix.scale_halves = halves;
+    matrix.scale_2_halves = 1;
     matrix.rounds_tokens = scheme.rounds_tokens;
     matrix.bias_format = MOEREG_CPU_BF16;
     Tensors tensors;
@@ -83,7 +85,7 @@ Tensors fill(moereg_cpu_matrix& matrix, const Scheme& scheme, int64_t experts, i
     }
     if (scheme.format > MOEREG_CPU_BF16) {
         const int64_t groups = groups_of(columns, scheme.group_columns);
-        const int64_t count = experts * groups_of(rows, scheme.group_rows) * groups;
+        const int64_t count = experts * halves * groups_of(rows / halves, scheme.group_rows) * groups;
         if (scheme.scale_format == MOEREG_CPU_F32) {
             tensors.scale.resize(static_cast<size_t>(count) * 4);
             for (int64_t i = 0; i < count; ++i) {
@@ -191,9 +193,9 @@ int main() {
                 layer.top_k = 2;
                 layer.activation = runs % 4;
                 layer.alpha = 1;
-                const int64_t halves = layer.activation == MOEREG_CPU_RELU2 ? 1 : 2;
-                const Tensors w13 = fill(layer.w13, scheme, 3, halves * size[1], size[0]);
-                const Tensors w2 = fill(layer.w2, scheme, 3, size[0], size[1]);
+                const int32_t halves = layer.activation == MOEREG_CPU_RELU2 ? 1 : 2;
+                const Tensors w13 = fill(layer.w13, scheme, 3, halves * size[1], size[0], halves);
+                const Tensors w2 = fill(layer.w2, scheme, 3, size[0], size[1], 1);
                 for (const int64_t tokens : {1, 5, 23}) {
                     for (const bool is_per_expert : {false, true}) {
                         const auto one = run(layer, tokens, table, 1, is_per_expert);

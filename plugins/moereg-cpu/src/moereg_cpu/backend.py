@@ -134,8 +134,8 @@ class _CpuExperts(Experts):
         problem, activation = self.problem, self.problem.activation
         inner, hidden = problem.intermediate_size, problem.hidden_size
         return Layer(
-            w13=_matrix(problem, self.computes, activation.num_halves * inner, hidden),
-            w2=_matrix(problem, self.computes, hidden, inner),
+            w13=_matrix(problem, self.computes, activation.num_halves * inner, hidden, activation.num_halves),
+            w2=_matrix(problem, self.computes, hidden, inner, 1),
             num_experts=problem.num_experts,
             num_local_experts=problem.num_local_experts,
             top_k=problem.top_k,
@@ -149,7 +149,7 @@ class _CpuExperts(Experts):
         )
 
 
-def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int) -> Matrix:
+def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int, halves: int) -> Matrix:
     fmt = problem.quant.weight
     if fmt is None:
         return Matrix(rows=rows, columns=columns, format=FORMATS[problem.dtype])
@@ -161,6 +161,7 @@ def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int)
         scale_format=FORMATS[fmt.scale_dtype],
         group_columns=group_columns,
         group_rows=group_rows,
+        scale_halves=halves,
         rounds_tokens=computes.activation is not None,
     )
 
@@ -174,7 +175,7 @@ def _point(matrix: Matrix, weights: PermutedWeights, name: str) -> None:
             setattr(matrix, role, weights[f"{name}_{role}"].data_ptr())
     if matrix.bias is not None:
         matrix.bias_format = _format_of(weights[f"{name}_bias"])
-    if matrix.scale is not None:
+    if matrix.scale is not None and matrix.group_rows == 0:
         matrix.scale_halves = _halves(weights[f"{name}_scale"])
     if matrix.scale_2 is not None:
         matrix.scale_2_halves = _halves(weights[f"{name}_scale_2"])
@@ -185,7 +186,7 @@ def _format_of(tensor: torch.Tensor) -> int:
 
 
 def _halves(scale: torch.Tensor) -> int:
-    """Scales of a matrix, 2 where gate and up have their own; not read for scales of rows and groups."""
+    """Scales of a matrix, 2 where gate and up have their own."""
     return scale.shape[1] if scale.dim() == 2 else 1
 
 

@@ -568,7 +568,10 @@ template <class Format, int G> struct Tile {
     // A row of scales, of the array of all experts.
     int64_t scale_row_of(int64_t row) const {
         if (matrix.group_rows == 1) return expert * matrix.rows + row;
-        return expert * ((matrix.rows + matrix.group_rows - 1) / matrix.group_rows) + row / matrix.group_rows;
+        // Gate's last block may be short, and up's first begins with up.
+        const int64_t size = matrix.rows / matrix.scale_halves;
+        const int64_t blocks = (size + matrix.group_rows - 1) / matrix.group_rows;
+        return (expert * matrix.scale_halves + row / size) * blocks + row % size / matrix.group_rows;
     }
 
     // How many rows ahead of a row of the first stream to prefetch. At a stream's end, the next product's begin.

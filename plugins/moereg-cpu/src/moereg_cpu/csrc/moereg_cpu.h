@@ -44,7 +44,7 @@ struct moereg_cpu_matrix {
     int32_t scale_format;    // F32, E8M0 or E4M3
     int32_t group_columns;   // 16, 32, 64, 128, or 0 for a whole row
     int32_t group_rows;      // rows that share scales, or 0 for a whole matrix
-    int32_t scale_halves;    // of a scale per matrix: 2 if gate and up have their own
+    int32_t scale_halves;    // of scales of several rows or a matrix: 2 if gate and up have their own
     int32_t scale_2_halves;  // likewise
     int32_t rounds_tokens;   // whether inputs are rounded to int8 with a scale per row; for I8
 };
