@@ -28,6 +28,7 @@ class TrainingReport:
         parameters: By name: `frozen`, or the gradient of one that requires it: `none`, only `zeros`, or a `gradient`.
         inert: Adapters with no gradient in either factor, as `module: name`.
         unreached: Experts whose gradients are all zero, since no token reached them, by module; only where there are.
+            Parameters that got no gradient say nothing of experts.
     """
 
     parameters: Mapping[str, Literal["frozen", "none", "zeros", "gradient"]]
@@ -82,13 +83,14 @@ def report(model: torch.nn.Module) -> TrainingReport:
             adapter = own["module"] or "the model"
         if adapter is not None:
             adapters[adapter] = adapters.get(adapter, False) or has_some
-        values = torch.zeros_like(parameter) if gradient is None else gradient
+        if gradient is None:
+            continue  # It took no part in the backward pass, whichever experts tokens reached.
         if wrapper is not None and factor is not None and wrapper.num_experts > 1:
             # Experts are the slowest rows of factor A, and the fastest columns of factor B.
             count, of_a = wrapper.num_experts, factor["factor"] == "A"
-            module, rows = factor["module"], values.reshape(count, -1) if of_a else values.reshape(-1, count).T
+            module, rows = factor["module"], gradient.reshape(count, -1) if of_a else gradient.reshape(-1, count).T
         elif parameter.dim() == 3 and (of_experts := _OF_EXPERTS.fullmatch(name)):
-            module, rows = of_experts["module"], values.flatten(1)
+            module, rows = of_experts["module"], gradient.flatten(1)
         else:
             continue
         module, experts = _unwrapped(module) or "the model", rows.count_nonzero(1) > 0

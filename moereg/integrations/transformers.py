@@ -388,7 +388,7 @@ def quantize_experts(
         scheme: A scheme or its name, for experts in 16 or 32 bits; None for those that are quantized already:
             `FP8Experts`, whose tensors are taken as they are.
         weights: Gives quantized weights of the layer of that index instead of the model's own, such as
-            `lambda layer: moereg.load_experts(path, layer).weights`.
+            `lambda layer: moereg.load_experts(path, layer, device=model.device).weights`.
 
     Returns:
         A line with the scheme, and memory before and after.
@@ -397,6 +397,8 @@ def quantize_experts(
         ArgumentError: A layer cannot be quantized; says why. Layers before it are quantized.
         UnknownSchemeError: No scheme has that name.
     """
+    if scheme is not None and weights is not None:
+        raise ArgumentError(f"scheme must be None with weights, which have one, got {shown(scheme)}; leave one out")
     _register_with_peft()
     found = _experts_of(model)
     wanted = None if scheme is None else quantized.check_scheme(scheme)
@@ -406,6 +408,11 @@ def quantize_experts(
         quantized.packable(each)
         if is_packed(each.module):
             raise ArgumentError(f"{each.name} is quantized already; call dequantize_experts(model) first")
+    if wanted is not None and all(each.live is not None and each.live.dtype is None for each in found):
+        raise ArgumentError(
+            f"scheme must be None for experts that are quantized already ({found[0].class_name}), got {wanted.name}; "
+            "leave it out, and they are taken as they are"
+        )
     for each in found:
         if weights is not None:
             quantized.put(model, each, weights(quantized.layer_index(each)), _hidden_dtype(model))
@@ -443,12 +450,19 @@ def quantize_on_load(scheme: QuantScheme | str | None = None, *, read: Callable[
 def dequantize_experts(model: torch.nn.Module) -> None:
     """Undoes `quantize_experts`, but for the rounding: parameters hold the restored values, into which adapters merge.
 
+    A model that `quantize_on_load` quantized can be saved again.
+
     Args:
         model: A model; experts that are not quantized stay as they are.
     """
+    from moereg.integrations._experts.loading import ExpertsQuantizer
+
     restore(model)
     for module in model.modules():
         quantized.dequantize_layer(model, module)
+        quantizer = vars(module).get("hf_quantizer")
+        if isinstance(quantizer, ExpertsQuantizer):
+            quantizer.remove_quantization_config(module)
 
 
 def explain_model(

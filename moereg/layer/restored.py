@@ -65,7 +65,7 @@ class RestoredExperts(Experts):
         quantized = ExpertWeights.unchecked(held, self.problem.quant)
         places = tuple(tensor.data_ptr() for tensor in quantized.tensors().values())
         found, is_there = WORKSPACES.take_for(places, self._sizes, self.problem.torch_dtype, quantized.w13.device)
-        # Weights keep still between a forward pass and its backward pass alone.
+        # Only between a forward pass and its backward pass are weights known not to change.
         if not (is_there and step == "apply_backward"):
             dequantize_into(quantized, *found)
         read = PermutedWeights("canonical", {"w13": found[0], "w2": found[1], **quantized.tensors("bias")})

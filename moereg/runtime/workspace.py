@@ -97,7 +97,7 @@ class WorkspacePool:
     def take_for(
         self, content: Any, shapes: _Shapes, dtype: torch.dtype, device: torch.device
     ) -> tuple[tuple[torch.Tensor, ...], bool]:
-        """As `take`, from a buffer of its own, which only such requests share.
+        """Like `take`, but from a separate buffer that only calls of `take_for` use.
 
         Args:
             content: Describes what the caller writes into all of it; compared by equality.

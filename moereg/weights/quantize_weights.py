@@ -156,7 +156,7 @@ def dequantize_weights(
 
 @in_plain_torch
 def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor) -> None:
-    """Dequantizes quantized weights into memory that is there, contiguous: what `dequantize_weights` returns."""
+    """Dequantizes quantized weights into memory that is there: what `dequantize_weights` returns."""
     fmt, tensors = weights.scheme.weight, weights.tensors()
     assert fmt is not None
     for name, out in (("w13", w13), ("w2", w2)):
@@ -168,22 +168,21 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
     """Dequantizes one matrix of every expert, such as all of a layer's w13, without waiting for the device.
 
     Args:
-        matrices: The stored tensors, contiguous, each with a leading dimension E.
+        matrices: The stored tensors, each with a leading dimension E.
         fmt: Their format.
-        out: [E, rows, columns], contiguous, overwritten as `dequantize_weights` says. On a GPU with Triton this is one
-            launch that needs no other memory; elsewhere, for fp64 and for formats that no kernel decodes, it takes a
-            few times 4 MiB, and many operations for each expert.
+        out: [E, rows, columns], overwritten as `dequantize_weights` says. On a GPU with Triton, where all tensors are
+            contiguous, this is one launch that needs no other memory; elsewhere, for fp64 and for formats that no
+            kernel decodes, it takes a few times 4 MiB, and many operations for each expert.
 
     Raises:
-        ArgumentError: Codes and `out` do not have the same matrices, or one of them is not contiguous.
+        ArgumentError: Codes and `out` do not have the same matrices.
     """
     num_experts, rows, columns = out.shape
     expected = (num_experts, rows, fmt.packed_columns(columns))
-    if matrices.q.shape != expected or not (matrices.q.is_contiguous() and out.is_contiguous()):
+    if matrices.q.shape != expected:
         raise ArgumentError(
-            f"codes of matrices {list(out.shape)} must be {list(expected)} in {fmt}, both contiguous, got "
-            f"{list(matrices.q.shape)} with strides {matrices.q.stride()} and {out.stride()}; pass one matrix of every "
-            "expert in canonical order"
+            f"codes of matrices {list(out.shape)} must be {list(expected)} in {fmt}, got {list(matrices.q.shape)}; "
+            "pass one matrix of every expert in canonical order"
         )
     if out.device.type == "cuda" and restore_in_triton(matrices, fmt, out):
         return
@@ -194,13 +193,20 @@ def dequantize_matrices(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor
 
 
 def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) -> bool:
-    """Does what `dequantize_matrices` does in one launch; returns False if Triton or a decoder is missing."""
+    """Does what `dequantize_matrices` does in one launch.
+
+    Returns:
+        False, with nothing done, if Triton or a decoder is missing, or a tensor is not contiguous.
+    """
     try:
         from moereg.kernels import restore as kernel
     except ImportError:
         return False
     is_decoded = fmt.dtype in kernel.ELEMENTS and matrices.scale.dtype in kernel.SCALES
     if not is_decoded or out.dtype == torch.float64:
+        return False
+    tensors = (out, matrices.q, matrices.scale, matrices.scale_2, matrices.zero_point)
+    if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return False
     group_rows, group_columns = (0 if extent == WHOLE else extent for extent in fmt.group)
     with torch.cuda.device_of(out):

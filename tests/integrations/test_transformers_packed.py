@@ -365,16 +365,44 @@ def test_fp8_experts_keep_their_codes(scale: dict[str, Any]) -> None:
     assert same(gradients(model.train()), gradients(plain.train()))
 
 
+def test_dequantized_fp8_experts_run_transformers_code_for_plain_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = fp8_model()
+    plain.config = experts_of(plain).config = copy.deepcopy(plain.config)
+    plain.set_experts_implementation("eager")
+    quantize_experts(model)
+    dequantize_experts(model)
+    hidden, ids, weights = torch.randn(3, 128), torch.tensor([[0, 1], [1, 3], [2, 0]]), torch.rand(3, 2)
+    found, expected = (
+        torch.func.grad(lambda x, each=each: experts_of(each)(x, ids, weights).square().sum())(hidden)
+        for each in (model, plain)
+    )
+    assert close(found, expected)
+    assert "where transformers' own grouped_mm does" in caplog.text
+    model.set_experts_implementation("eager")
+    assert close(experts_of(model)(hidden, ids, weights), experts_of(plain)(hidden, ids, weights))
+
+
+def test_a_dequantized_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    import transformers
+
+    found = loaded(saved(tiny_model("mixtral"), tmp_path / "first"), SCHEME)
+    dequantize_experts(found)
+    again = transformers.AutoModelForCausalLM.from_pretrained(saved(found, tmp_path / "again"))
+    assert not hasattr(again.config, "quantization_config")
+    for one, other in zip(found.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def taken_from(model: Any, layer: int) -> moereg.ExpertWeights:
+    """The weights of a quantized model's layer."""
+    experts = experts_of(model, layer)
+    return moereg.ExpertWeights(**experts.gate_up_proj.stored, **experts.down_proj.stored, quant=SCHEME)
+
+
 def test_other_weights_take_their_place() -> None:
     model, other = tiny_model("gpt_oss"), tiny_model("gpt_oss", seed=1)
     quantize_experts(other, SCHEME)
-
-    def weights(layer: int) -> moereg.ExpertWeights:
-        experts = experts_of(other, layer)
-        fields = {**experts.gate_up_proj.stored, **experts.down_proj.stored}
-        return moereg.ExpertWeights(**fields, quant=SCHEME)
-
-    quantize_experts(model, weights=weights)
+    quantize_experts(model, weights=lambda layer: taken_from(other, layer))
     for layer in range(2):
         for name in NAMES:
             assert torch.equal(getattr(experts_of(model, layer), name), getattr(experts_of(other, layer), name))
@@ -394,6 +422,40 @@ class TestRefused:
         with pytest.raises(ArgumentError, match=error):
             quantize_experts(model, scheme)
         assert not is_packed(experts_of(model).gate_up_proj)
+
+    @pytest.mark.parametrize("change", ["experts", "width", "device", "unquantized"])
+    def test_weights_of_another_layer(self, change: str) -> None:
+        model, _ = packed_pair("mixtral")
+        weights = taken_from(model, 0)
+        num_experts, width, scheme, device = 4, 48, SCHEME, "cpu"
+        if change == "experts":
+            num_experts = 3
+            weights = moereg.ExpertWeights(**{n: t[:3] for n, t in weights.tensors().items()}, quant=SCHEME)
+        elif change == "width":
+            width = 64
+            weights = quantize_weights(
+                moereg.ExpertWeights(w13=torch.randn(4, 128, 32), w2=torch.randn(4, 32, 64)), SCHEME
+            )
+        elif change == "device":
+            device = "meta"
+            weights = moereg.ExpertWeights.unchecked(
+                {n: t.to("meta") for n, t in weights.tensors().items()}, weights.scheme
+            )
+        else:
+            scheme = "unquantized"
+            weights = moereg.ExpertWeights(w13=torch.randn(4, 96, 32), w2=torch.randn(4, 32, 48))
+        dequantize_experts(model)
+        sizes = f"{num_experts} experts with hidden size 32 and intermediate size {width} on {device}"
+        with pytest.raises(ArgumentError, match=f"must be quantized, 4 experts .* got {scheme}, {sizes}; pass those"):
+            quantize_experts(model, weights=lambda layer: weights)
+        assert not is_packed(experts_of(model).gate_up_proj)
+
+    def test_a_scheme_that_nothing_would_have(self) -> None:
+        with pytest.raises(ArgumentError, match=f"must be None with weights, which have one, got '{SCHEME}'; leave"):
+            quantize_experts(tiny_model("mixtral"), SCHEME, weights=lambda layer: pytest.fail("they are not read"))
+        model, _ = fp8_model()
+        with pytest.raises(ArgumentError, match=rf"quantized already \(FP8Experts\), got {SCHEME}; leave it out"):
+            quantize_experts(model, SCHEME)
 
     def test_neither_a_scheme_nor_a_reader(self) -> None:
         with pytest.raises(ArgumentError, match="got both or none; give one"):

@@ -119,14 +119,26 @@ def test_what_no_kernel_decodes_is_left_to_torch() -> None:
     assert torch.equal(out[1], dequantize_rows(matrices.of(1), fmt, 24, slice(None), BF16))
 
 
-@pytest.mark.parametrize("spoiled", ["shape", "codes", "out"])
-def test_other_matrices_are_refused(spoiled: str) -> None:
+@pytest.mark.parametrize("strided", ["q", "scale", "out"])
+def test_transposed_views_are_left_to_torch(strided: str) -> None:
+    fmt = QUANT_SCHEMES["int4_w4a16_g32"].weight
+    assert fmt is not None
+    matrices = stored(fmt, 2, 8, 64, 1)
+    out, expected = torch.empty(2, 2, 8, 64, device=DEVICE)
+    dequantize_matrices(matrices, fmt, expected)
+    if strided == "out":
+        out = out.mT.contiguous().mT
+    else:
+        matrices = dataclasses.replace(matrices, **{strided: getattr(matrices, strided).mT.contiguous().mT})
+    assert not restore_in_triton(matrices, fmt, out)
+    dequantize_matrices(matrices, fmt, out)
+    assert torch.equal(out, expected)
+
+
+def test_other_matrices_are_refused() -> None:
     fmt = QUANT_SCHEMES["nf4"].weight
     assert fmt is not None
-    matrices, out = stored(fmt, 2, 8, 32, 1), torch.empty(2, 8, 32, device=DEVICE)
-    if spoiled == "codes":
-        matrices = dataclasses.replace(matrices, q=matrices.q.mT.contiguous().mT)
-    out = {"shape": out[..., :20].contiguous(), "codes": out, "out": out.mT.contiguous().mT}[spoiled]
+    matrices, out = stored(fmt, 2, 8, 32, 1), torch.empty(2, 8, 20, device=DEVICE)
     with pytest.raises(
         ArgumentError, match=r"^codes of matrices \[2, 8, .* must be \[2, 8, .*; pass one matrix of every"
     ):

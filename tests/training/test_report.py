@@ -58,7 +58,7 @@ def test_adapters_of_a_layer() -> None:
     assert found.parameters["used.w13_b"] == "gradient"
     assert found.parameters["idle.w13_b"] == "none"
     assert found.inert == ("idle",)
-    assert found.unreached == {"used": (3, 5), "idle": (0, 1, 2, 3, 4, 5)}
+    assert found.unreached == {"used": (3, 5)}  # What did not run says nothing of experts.
     assert "inert adapter: idle" in str(found).splitlines()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from moereg.errors import MoeregError
+from moereg.integrations._experts.layouts import has_fp8
 from moereg.integrations._experts.own import first_that_runs, follows, own_output, say, weights_of
 from moereg.integrations._experts.packed import is_packed
 from moereg.integrations._experts.serving import (
@@ -104,11 +105,10 @@ def _run_compiled(
 
 def own_functions(module: torch.nn.Module) -> Any:
     """Transformers' own implementations for a module."""
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    is_fp8 = isinstance(module, FP8Experts) and not is_packed(module)
-    return ALL_FP8_EXPERTS_FUNCTIONS if is_fp8 else ALL_EXPERTS_FUNCTIONS
+    return ALL_FP8_EXPERTS_FUNCTIONS if has_fp8(module) else ALL_EXPERTS_FUNCTIONS
 
 
 def _own_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

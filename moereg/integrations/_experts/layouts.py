@@ -77,11 +77,16 @@ def read_experts(module: torch.nn.Module) -> LiveExperts:
         raise ArgumentError("it normalizes the output of each expert, which no kernel here does")
     if getattr(module, "gate_up_proj_precision_config", None) is not None or type(module).__name__ == _MXFP4:
         return _mxfp4(module)
-    if getattr(module, "down_proj_scale_inv", None) is not None:
+    if has_fp8(module):
         return _fp8(module)
     if getattr(getattr(module, "mlp", None), "v1", None) is not None:
         return _flat(module)
     return _fused(module)
+
+
+def has_fp8(module: torch.nn.Module) -> bool:
+    """Whether a module is `FP8Experts` with its scales, which `quantize_experts` takes over."""
+    return isinstance(getattr(module, "down_proj_scale_inv", None), torch.Tensor)
 
 
 _MXFP4: Final = "Mxfp4GptOssExperts"

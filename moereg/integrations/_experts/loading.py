@@ -36,7 +36,7 @@ class ExpertsConfig(QuantizationConfigMixin):
         self.scheme, self.read = None if scheme is None else get_scheme(scheme), read
 
     def to_dict(self) -> dict[str, Any]:
-        """Text alone, since configs are written as JSON."""
+        """Strings only, because configs are saved as JSON."""
         return {"quant_method": _METHOD, "scheme": None if self.scheme is None else self.scheme.name}
 
 
@@ -116,7 +116,10 @@ class _Quantize(ConversionOps):
 
 
 def _has_quantized_experts(files: Sequence[str]) -> bool:
-    """Whether safetensors files have such, by names; an error if other weights are, which nobody would dequantize."""
+    """Whether safetensors files have quantized experts, by tensor names.
+
+    Raises an ArgumentError if other weights are quantized too, since nothing would dequantize those.
+    """
     found = []
     for file in files:
         if file.endswith(".safetensors"):

@@ -64,6 +64,7 @@ def quantize_layer(model: torch.nn.Module, found: FoundExperts, scheme: QuantSch
 
 def put(model: torch.nn.Module, found: FoundExperts, weights: ExpertWeights, dtype: torch.dtype) -> None:
     """Makes quantized weights a layer's parameters, which share their memory."""
+    _check_fits(found, weights)
     module, tensors = found.module, weights.tensors("weight", "scale", "scale_2", "zero_point", "activation_scale")
     for name, form in forms_of(found, weights.scheme).items():
         prefixes = form.matrix, f"a{form.matrix[1:]}_"
@@ -71,7 +72,23 @@ def put(model: torch.nn.Module, found: FoundExperts, weights: ExpertWeights, dty
         replace(model, module, name, PackedExperts(stored, form, dtype))
         for pattern in _OF_FP8:
             if getattr(module, beside := pattern.format(name), None) is not None:
-                setattr(module, beside, None)
+                delattr(module, beside)
+                # The class's own code takes each expert's, and ignores it for weights that are not in fp8.
+                setattr(module, beside, (None,) * weights.num_experts)
+
+
+def _check_fits(found: FoundExperts, weights: ExpertWeights) -> None:
+    live = packable(found)
+    device = next((each.device for each in found.module.parameters()), weights.w13.device)
+    wanted = live.num_experts, live.hidden_size, live.intermediate_size, str(device)
+    got = weights.num_experts, weights.hidden_size, weights.intermediate_size, str(weights.w13.device)
+    if weights.scheme.weight is None or got != wanted:
+        sizes = "{} experts with hidden size {} and intermediate size {} on {}"
+        raise ArgumentError(
+            f"weights of {found.name} must be quantized, {sizes.format(*wanted)}, got {weights.scheme.name}, "
+            f"{sizes.format(*got)}; pass those of this layer, such as moereg.load_experts(path, "
+            f"{layer_index(found)}, device={str(device)!r}).weights"
+        )
 
 
 def replace(model: torch.nn.Module, module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
 
 NAME: Final = "moereg"
-"""The usual one of them."""
+"""The name that moereg registers by default."""
 
 NAMES: Final[set[str]] = set()
 """Names under which transformers knows `call`."""

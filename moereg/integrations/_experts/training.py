@@ -76,7 +76,7 @@ class Trainer:
         return self._kernel
 
     def serves(self, module: torch.nn.Module) -> bool:
-        """Whether its kernel has the module's tensors still, which may be replaced by others of the same kind."""
+        """Whether the module still has the tensors that the kernel shares, and not others of the same kind."""
         now = _stored(module, self._live) if self.is_frozen else ()
         return len(now) == len(self._stored) and all(map(operator.is_, now, self._stored))
 
