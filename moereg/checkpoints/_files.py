@@ -86,6 +86,7 @@ class CheckpointFiles(contextlib.ExitStack):
     def _full_config(self) -> Mapping[str, Any]:
         config_path = self.find("config.json")
         if config_path is None:
+            self._refuse_others()
             raise CheckpointError(
                 f"a checkpoint directory must hold config.json, got {str(self.path)!r} without one; nothing is "
                 "downloaded, so give the directory of a checkpoint that is on this machine"
@@ -145,8 +146,16 @@ class CheckpointFiles(contextlib.ExitStack):
             return weight_map
         if self.find(SINGLE) is not None:
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+        self._refuse_others()
+        raise CheckpointError(
+            f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; "
+            f"{self._download or 'download the one that belongs to it'}"
+        )
+
+    def _refuse_others(self) -> None:
+        """Names files of other kinds, where there are no safetensors."""
         try:
-            names = sorted(os.listdir(self.path))
+            names = sorted(os.listdir(self.path)) if self.path.is_dir() else [self.path.name]
         except OSError as error:
             raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
         if others := [name for name in names if name.endswith((*_PICKLES, ".gguf"))]:
@@ -156,10 +165,6 @@ class CheckpointFiles(contextlib.ExitStack):
                 f"only safetensors checkpoints are read, got {others[0]} and no safetensors in {str(self.path)!r}; "
                 f"{cure if is_pickle else 'use the release that the GGUF was made of'}"
             )
-        raise CheckpointError(
-            f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; "
-            f"{self._download or 'download the one that belongs to it'}"
-        )
 
     def header(self, name: str) -> TensorHeader:
         """Shape and dtype of a tensor, without its data."""

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from moereg.errors import CheckpointError, shown
-from moereg.routing import BY_HAND
 from moereg.routing.config_entries import (
     MOST_LAYERS,
     is_one_of,
@@ -176,7 +175,10 @@ def _named_act(config: Config, entry: str, default: str, known: Mapping[str, Act
     name = default if name is None else name
     if not isinstance(name, str) or name not in known:
         # Suggests no similar name, since that function computes other numbers.
-        raise CheckpointError(f"unknown {entry} {shown(name)} (known: {', '.join(sorted(known))}); {BY_HAND}")
+        raise CheckpointError(
+            f"unknown {entry} {shown(name)} (known: {', '.join(sorted(known))}), which no kernel of moereg computes; "
+            "run these experts by the model's own code, such as transformers'"
+        )
     return known[name]
 
 

@@ -73,10 +73,12 @@ def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageF
     for module, found in formats.items():
         if found != first:
             names = ["unquantized" if some is None else some.name for some in (first, found)]
+            ranks = "read a rank's experts that are stored alike (num_local_experts, ep_rank), or "
+            is_one_expert = module.rpartition(".")[0] == first_module.rpartition(".")[0]
             raise CheckpointError(
                 f"{files.path / file}: the experts of a layer must all be stored in one format, got {names[0]} for "
-                f"{first_module} and {names[1]} for {module}; read a rank's experts that are stored alike "
-                f"(num_local_experts, ep_rank), or dequantize the others and {BY_HAND}"
+                f"{first_module} and {names[1]} for {module}; {'' if is_one_expert else ranks}dequantize the others "
+                f"and {BY_HAND}"
             )
     return first
 

@@ -70,9 +70,8 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _require_choice(config: Mapping[str, Any], name: str, choices: tuple[Any, ...], default: Any) -> Any:
     """Reads an optional entry and refuses values whose meaning is not defined for the model type; see `read_choice`."""
-    return read_choice(
-        config, name, choices, default, cure="build the RouterSpec by hand if the model really routes so"
-    )
+    cure = "take it out of the config if the model ignores it, or build the RouterSpec by hand if it really routes so"
+    return read_choice(config, name, choices, default, cure=cure)
 
 
 def _require_scoring(config: Mapping[str, Any], *choices: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import pytest
 import torch
 
 import moereg
@@ -90,6 +91,16 @@ def _one_dtype(case: Case) -> None:
     load_experts(write(case.path, dataclasses.replace(case.broken, tensors=tensors)), 0)
 
 
+def _without_the_entry(case: Case) -> None:
+    config = {name: value for name, value in case.broken.config.items() if case.good.config.get(name) == value}
+    load(case, dataclasses.replace(case.broken, config=config))
+
+
+def _by_its_own_code(case: Case) -> None:
+    with pytest.raises(ValueError, match="unknown activation"):
+        moereg.MoEProblem(num_experts=2, hidden_size=8, intermediate_size=8, top_k=1, activation="mish")
+
+
 def load(case: Case, layer: Layer) -> None:
     check(load_experts(write(case.path, layer), 0), case.good)
 
@@ -120,6 +131,8 @@ CURES: Final[Mapping[str, Callable[[Case], None]]] = {
         lambda case: load(case, case.good),
     ),
     "build the RouterSpec by hand": _by_hand,
+    "take it out of the config if the model ignores it": _without_the_entry,
+    "run these experts by the model's own code": _by_its_own_code,
     "export the checkpoint with": _restored_tensors,
     "use a release in a format that is read": lambda case: load(case, case.good),
     "or the unquantized one": _unquantized,

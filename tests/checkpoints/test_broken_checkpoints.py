@@ -66,6 +66,15 @@ def _only(name: str) -> Break:
     return write
 
 
+def _nothing_but(name: str) -> Break:
+    def write(path: Path) -> None:
+        for file in path.iterdir():
+            file.unlink()
+        (path / name).write_bytes(b"")
+
+    return write
+
+
 def _rename_in_index(old: str, new: str) -> Break:
     def rename(path: Path) -> None:
         index = path / "model.safetensors.index.json"
@@ -85,7 +94,7 @@ BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_config(model_type="qwen3_mo"),
         "{path}/config.json ... unknown model type 'qwen3_mo'; do not put another type's name ... ExpertWeights"),
     (_config(hidden_act="mish"),
-        "{path}/config.json ... unknown hidden_act 'mish' (known: gelu, ... gelu_pytorch_tanh ... ExpertWeights"),
+        "{path}/config.json ... unknown hidden_act 'mish' (known: gelu, ... gelu_pytorch_tanh ... own code"),
     (_config(model_type="gpt_oss", intermediate_size=6, swiglu_limit=0.0),
         "{path}/config.json ... swiglu_limit must be above 0, got 0.0; take the file"),
     (_config(hidden_act="relu"), "unknown hidden_act 'relu' (known: gelu,"),
@@ -140,6 +149,7 @@ BROKEN: Final[tuple[tuple[Break, str], ...]] = (
     (_only("pytorch_model-00001-of-00002.bin"),
         "only safetensors ... pytorch_model-00001-of-00002.bin ... {path} ... save_pretrained"),
     (_only("model-Q4_K_M.gguf"), "only safetensors ... got model-Q4_K_M.gguf ... {path} ... ; use the release"),
+    (_nothing_but("model-Q4_K_M.gguf"), "only safetensors ... got model-Q4_K_M.gguf ... {path} ... ; use the release"),
     (_remove("model.safetensors.index.json"), "got neither in '{path}'"),
 )
 # fmt: on

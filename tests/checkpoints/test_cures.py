@@ -54,6 +54,16 @@ def _mixes_experts(layer: Layer) -> None:
         layer.tensors[f"{module}.weight"] = (*layer.w13[1].chunk(2), layer.w2[1])[index].bfloat16().contiguous()
 
 
+def _mixes_projections(layer: Layer) -> None:
+    """Every down matrix in 16 bits, as the map says, so that no rank has experts of one format."""
+    for expert in range(published.NUM_EXPERTS):
+        module = f"{BLOCK}.experts.{expert}.down_proj"
+        del layer.config["quantization_config"]["quantized_layers"][module]
+        for part in [part for part in layer.tensors if part.startswith(module)]:
+            del layer.tensors[part]
+        layer.tensors[f"{module}.weight"] = layer.w2[expert].bfloat16().contiguous()
+
+
 def _takes_the_map(layer: Layer) -> None:
     layer.config["quantization_config"]["quantized_layers"] = {}
 
@@ -117,6 +127,7 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "unknown algorithm": (lambda: made("modelopt_fp8"), settings(quant_algo="INT2"), "'INT2' is unknown"),
     "fp4 group": (lambda: made("modelopt_mxfp4"), settings(group_size=64), "must be 32, got 64"),
     "mixed experts": (lambda: made("mixed"), _mixes_experts, "must all be stored in one format"),
+    "mixed projections": (lambda: made("mixed"), _mixes_projections, "; dequantize the others and give"),
     "no map": (lambda: made("mixed"), _takes_the_map, "quantized_layers must say what MIXED_PRECISION mixes"),
     "quark type": (lambda: made("quark ptpc"), lambda layer: _quark(layer, "int4"), "dtype must be in"),
     "quark pair": (lambda: made("quark fp8"), lambda layer: _quark(layer, "int8"), "quark activations must be"),
@@ -142,6 +153,7 @@ REFUSALS: Final[dict[str, tuple[Callable[[], Layer], Break, str]]] = {
     "type": (_bf16, config(model_type=None), "must hold model_type, got None"),
     "other type": (_bf16, config(model_type="qwen9"), "unknown model type 'qwen9'"),
     "router": (_bf16, config(norm_topk_prob="yes"), "norm_topk_prob"),
+    "ignored entry": (_bf16, config(scoring_func="sigmoid"), "must be in ['softmax'], got 'sigmoid'"),
     "activation": (_bf16, config(hidden_act="mish"), "unknown hidden_act 'mish'"),
     "top_k": (_bf16, config(num_experts_per_tok=4), "top_k must be in 1..num_experts, got top_k=4"),
     "groups": (lambda: made("divided granite"), settings(config_groups=None), "needs config_groups"),
