@@ -462,7 +462,7 @@ def dequantize_experts(model: torch.nn.Module) -> None:
         quantized.dequantize_layer(model, module)
         quantizer = vars(module).get("hf_quantizer")
         if isinstance(quantizer, ExpertsQuantizer):
-            quantizer.remove_quantization_config(module)
+            quantizer.remove_quantization_config(module)  # type: ignore[no-untyped-call]
 
 
 def explain_model(
