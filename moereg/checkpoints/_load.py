@@ -340,7 +340,7 @@ def _read_routing(
 
 
 def _input_notes(manifest: LayerManifest) -> Iterator[str]:
-    """Says what experts and router read, if not the block's input alone."""
+    """Says what the experts and the router read, where that is not only the block's input."""
     inner, outer = manifest.problem.hidden_size, manifest.router_hidden_size
     if inner != outer:
         yield f"its experts read a projection of H={inner}, which is not in it; route takes the block's H={outer}"

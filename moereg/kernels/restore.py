@@ -21,8 +21,7 @@ import triton.language as tl
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.quantized.rows_moved import _restored
 
-_FOUR_BITS: Final = ("uint4", "float4_e2m1fn", "nf4")
-ELEMENTS: Final = (*_FOUR_BITS, "int8", "uint8", "float8_e4m3fn")
+ELEMENTS: Final = ("uint4", "float4_e2m1fn", "nf4", "int8", "uint8", "float8_e4m3fn")
 """Names of the element types that the kernel decodes."""
 
 SCALES: Final = {
@@ -164,6 +163,7 @@ def restore_matrices(
     scale: torch.Tensor,
     *,
     element: str,
+    bits: int,
     group: tuple[int, int],
     halves: int = 1,
     scale_2: torch.Tensor | None = None,
@@ -179,6 +179,7 @@ def restore_matrices(
         q: [E, R, K] codes, or [E, R, ceil(K / 2)] uint8 with two 4-bit ones per byte, the first in the low half.
         scale: [E, row groups, groups], or [E] or [E, halves] for one per matrix or half; of a dtype of `SCALES`.
         element: one of `ELEMENTS`.
+        bits: of a code, 4 or 8.
         group: rows and columns that share a scale; 0: all.
         halves: parts of the rows that no group of several rows spans.
         scale_2: fp32 [E] or [E, halves], multiplies all scales; of quantized scales [E, 1 + blocks], their offset and
@@ -188,7 +189,6 @@ def restore_matrices(
         config: None: the usual one.
     """
     num_experts, num_rows, size = out.shape
-    bits = 4 if element in _FOUR_BITS else 8
     assert element in ELEMENTS and scale.dtype in SCALES and q.element_size() == 1 and num_rows * size < 2**31
     assert q.shape == (num_experts, num_rows, triton.cdiv(size * bits, 8))
     tensors = (out, q, scale, scale_2, zero_point, values)

@@ -213,6 +213,7 @@ def restore_in_triton(matrices: Quantized, fmt: QuantFormat, out: torch.Tensor) 
         kernel.restore_matrices(
             *(out, matrices.q, matrices.scale),
             element=fmt.dtype,
+            bits=fmt.bits,
             group=(group_rows, group_columns),
             halves=matrices.halves,
             scale_2=matrices.scale_2,

@@ -13,7 +13,7 @@ from moereg.errors import ArgumentError
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, NESTED_BLOCK, WHOLE, QuantFormat, tensor_name
 from moereg.weights.elements import pack_nibbles, unpack_nibbles
-from moereg.weights.formats import spread_zero_points
+from moereg.weights.formats import element_of, spread_zero_points
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.quantize_weights import expert_matrix, take_groups
@@ -106,7 +106,9 @@ def _cut(weights: ExpertWeights, part: _Part, size: int, has_bias: bool) -> Expe
         dim, halves = (1, weights.num_halves) if matrix == "w13" else (tensor.dim() - 1, 1)
         source = tensor.unflatten(dim, (halves, -1))
         shape = (*source.shape[: dim + 1], -(-size // unit), *source.shape[dim + 2 :])
-        target = torch.full(shape, fill, dtype=torch.float32, device=tensor.device).to(tensor.dtype)
+        # Not every torch or device fills 8-bit floats.
+        dtype = torch.float32 if tensor.is_floating_point() and tensor.element_size() == 1 else tensor.dtype
+        target = torch.full(shape, fill, dtype=dtype, device=tensor.device).to(tensor.dtype)
         return part.copy(target, source, dim + 1, unit).flatten(dim, dim + 1)
 
     for matrix in MATRICES:
@@ -135,7 +137,7 @@ def _cut(weights: ExpertWeights, part: _Part, size: int, has_bias: bool) -> Expe
 def _cut_codes(
     weights: ExpertWeights, tensors: dict[str, torch.Tensor], matrix: str, part: _Part, size: int
 ) -> torch.Tensor:
-    """Codes of the part, expert by expert, between codes of zero by the scales and zero points in `tensors`."""
+    """Codes of the part, expert by expert, padded with codes that stand for zero with the zero points in `tensors`."""
     fmt, halves, given = weights.scheme.weight, weights.num_halves, weights.tensors()[matrix]
     assert fmt is not None
     is_w13, hidden = matrix == "w13", weights.hidden_size
@@ -159,8 +161,9 @@ def _codes_of_zero(
 ) -> torch.Tensor:
     """Codes [N,K] uint8, one each, that stand for zero."""
     whole = expert_matrix(tensors, matrix, expert, halves)
-    rows, offset = len(whole.q), {"uint4": 8, "uint8": 128, "nf4": 7}.get(fmt.dtype, 0)
-    zeros = torch.full((rows, columns), offset, dtype=torch.uint8, device=whole.q.device)
+    rows, zero = len(whole.q), torch.zeros(1, dtype=torch.float32, device=whole.q.device)
+    # A 4-bit code alone in its row is the whole byte: the high half is 0.
+    zeros = element_of(fmt).encode(zero).view(torch.uint8).repeat(rows, columns)
     if whole.zero_point is not None:
         points = take_groups(whole, fmt, slice(0, rows)).zero_point
         assert points is not None

@@ -65,22 +65,24 @@ NAMED: dict[str, str] = {
     "sm75": "Tesla T4; RTX 2080 Ti",
     "sm80": "A100 80GB; NVIDIA A100-SXM4-40GB; a30; A800",
     "sm86": "RTX 3050; GeForce RTX 3060 Ti; 3070 ti; 3080; NVIDIA GeForce RTX 3090 Ti; RTX A6000; A6000; A5000; A4000; "
+    "RTX A4500; A4500; "
     "A2; A10; NVIDIA A10G; A16; A40; GeForce RTX 3080 Laptop GPU",
     "sm87": "Jetson AGX Orin 64GB; Orin NX; Jetson Orin Nano",
     "sm89": "RTX 4050; 4060; RTX 4060 Ti; RTX 4070 SUPER; NVIDIA GeForce RTX 4070 Ti SUPER; rtx-4080; RTX 4080 SUPER; "
     "4090; RTX 4090 D; NVIDIA RTX 6000 Ada Generation; 6000 Ada; RTX 5000 Ada; RTX 4500 Ada; RTX 4000 SFF Ada; "
     "RTX 2000 Ada; NVIDIA L4; L20; L40; L40S",
-    "sm90": "NVIDIA H100 80GB HBM3; H100 PCIe; H100 NVL; HGX H200; H20-3e; GH200 480GB; NVIDIA_H100_80GB_HBM3",
+    "sm90": "NVIDIA H100 80GB HBM3; H100 PCIe; H100 NVL; HGX H200; H20-3e; GH200 480GB; NVIDIA_H100_80GB_HBM3; "
+    "H100 80 GB; NVIDIA-H100-80-GB-HBM3",
     "sm100": "B200; DGX B200; GB200 NVL72",
-    "sm103": "B300; GB300 NVL72",
+    "sm103": "B300; GB300 NVL72; NVIDIA B300 SXM6 AC",
     "sm110": "Thor; Jetson Thor; NVIDIA Thor; Jetson AGX Thor Developer Kit; Jetson T5000; T4000",
     "sm120": "RTX 5050; rtx5060; RTX 5060 Ti; 5070; GeForce RTX 5070 Ti; 5080; NVIDIA GeForce RTX 5090; RTX 5090 D; "
     "RTX PRO 6000; NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition; PRO 6000; "
     "RTX PRO 6000 Blackwell Server Edition; RTX PRO 5000 Blackwell; RTX PRO 4500 Blackwell; "
     "RTX PRO 4000 Blackwell SFF Edition; RTX PRO 2000 Blackwell",
-    "sm121": "GB10; NVIDIA GB10; DGX Spark",
+    "sm121": "GB10; NVIDIA GB10; DGX Spark; NVIDIA DGX Spark; dgx-spark",
     "gfx90a": "MI210; AMD Instinct MI250X",
-    "gfx942": "MI300; MI300A; MI300X; AMD Instinct MI300X OAM; AMD_Instinct_MI325X; MI325",
+    "gfx942": "MI300; MI300A; MI300X; AMD Instinct MI300X OAM; AMD_Instinct_MI325X; MI325; MI308X; AMD Instinct MI308X",
     "gfx950": "MI350; MI350X; MI355; AMD Instinct MI355X",
 }
 """As people and drivers write them; NVIDIA's and AMD's own tables name the architectures."""

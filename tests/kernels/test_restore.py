@@ -91,6 +91,7 @@ def test_any_tile_writes_every_number_once(config: RestoreConfig) -> None:
     restore_matrices(
         *(found.tensor, matrices.q, matrices.scale),
         element="uint4",
+        bits=4,
         group=(1, 32),
         zero_point=matrices.zero_point,
         config=config,

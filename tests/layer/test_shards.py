@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg import ArgumentError, ExpertWeights, MoEProblem, QuantScheme, shard_experts
 from moereg.numerics.reference import reference_experts, relative_error
@@ -146,6 +147,32 @@ def test_sizes_of_parts(quant: str, intermediate: int, size: int, expected: int)
     problem = MoEProblem(num_experts=1, hidden_size=2, intermediate_size=intermediate, top_k=1, quant=quant)
     weights = make_weights(problem, CPU)
     assert shard_experts(weights, size - 1, size).intermediate_size == expected
+
+
+class DtypesMade(TorchDispatchMode):
+    """Collects the dtypes of all tensors that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found |= {one.dtype for one in torch.utils._pytree.tree_leaves(out) if isinstance(one, torch.Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_no_matrix_is_made_in_another_dtype(dtype: str) -> None:
+    """It would take twice the memory of a layer of 16 bits."""
+    problem = MoEProblem(
+        num_experts=2, hidden_size=8, intermediate_size=24, top_k=1, dtype=dtype, has_bias=True, activation="silu"
+    )
+    weights = make_weights(problem, CPU)
+    with DtypesMade() as made:
+        shard_experts(weights, 1, 3)
+        pad_intermediate(weights, 16)
+    assert made.found == {getattr(torch, dtype)}
 
 
 @pytest.mark.parametrize(

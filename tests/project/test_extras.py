@@ -29,7 +29,8 @@ PINS = [
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if (text := line.partition("#")[0].strip())
 ]
-SECTIONS = re.findall(r"^## \[([^\]]+)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+SECTIONS = re.findall(r"^## \[([^\]]+)\](.*)$", CHANGELOG, re.MULTILINE)
 # A release of triton that one cell needs is narrower than the extra.
 NEEDS = sorted(
     {
@@ -77,3 +78,9 @@ def test_released_versions_have_a_date_and_fall() -> None:
     assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", rest) for _, rest in versions[1:])
     assert re.fullmatch(r" - (\d{4}-\d\d-\d\d|unreleased)", versions[0][1])
     assert versions == sorted(set(versions), reverse=True)
+
+
+def test_the_changelog_is_wrapped_and_its_lists_are_whole() -> None:
+    assert not [line for line in CHANGELOG.splitlines() if len(line) > 120]
+    # Only a heading stands before a list.
+    assert not re.findall(r"^[^#\n].*\n\n- .*", CHANGELOG, re.MULTILINE)
