@@ -26,7 +26,8 @@ OTHERS = (
     QuantScheme("uint8_blocks_zp", QuantFormat("uint8", (24, 16), symmetric=False)),
     QuantScheme("int8_rows_of_blocks", QuantFormat("int8", (64, -1))),
 )
-SCHEMES = (*QUANT_SCHEMES.values(), *OTHERS)
+NESTED = tuple(one for one in QUANT_SCHEMES.values() if one.weight is not None and one.weight.nested)
+SCHEMES = (*(one for one in QUANT_SCHEMES.values() if one not in NESTED), *OTHERS)
 
 
 def has_clear_halves(problem: MoEProblem) -> bool:
@@ -187,3 +188,10 @@ def test_refused(arguments: Any, words: str) -> None:
     problem = MoEProblem(num_experts=1, hidden_size=2, intermediate_size=2, top_k=1)
     with pytest.raises(ArgumentError, match=words):
         shard_experts(make_weights(problem, CPU), *arguments)
+
+
+@pytest.mark.parametrize("quant", NESTED, ids=str)
+def test_quantized_scales_are_not_cut(quant: QuantScheme) -> None:
+    problem = MoEProblem(num_experts=1, hidden_size=2, intermediate_size=64, top_k=1, quant=quant)
+    with pytest.raises(ArgumentError, match=rf"cannot be cut, got scheme {quant.name}; quantize to one with float32"):
+        shard_experts(make_weights(problem, CPU), 0, 2)
