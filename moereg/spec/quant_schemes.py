@@ -63,7 +63,8 @@ class QuantFormat:
                 f"dtype of a QuantFormat must be one of {', '.join((*_PACKED, *_INTEGERS))} or an 8-bit float of "
                 f"torch, got {shown(self.dtype)}; store the codes in one of these"
             )
-        if not (_is_float(self.scale_dtype) or self.nested):
+        # In this order, since torch is loaded to look up what is no float.
+        if not (self.nested or _is_float(self.scale_dtype)):
             raise ArgumentError(
                 "scale_dtype of a QuantFormat must name a float dtype of torch, or be uint8 for scales that are "
                 f"quantized too, got {shown(self.scale_dtype)}; scales of another meaning are converted by the loader"

@@ -23,7 +23,7 @@ BAD_LINES = [
         f"explain {SIZES} --quant fp8",
         "did you mean one of 'fp8_block128', 'fp8_channel_token', 'fp8_tensor_dynamic', 'fp8_tensor_static'?",
     ),
-    (f"explain {SIZES} --platform mi3", "'mi300', 'mi300a', 'mi300x', 'mi325', 'mi325x'"),
+    (f"explain {SIZES} --platform mi3", "'mi300', 'mi300a', 'mi300x', 'mi308', 'mi308x', 'mi325', 'mi325x'"),
     (f"explain {SIZES} extra", "no surplus argument but files of backends (FILE.py), got 'extra'; leave it out"),
     ("explain", "--model NAME"),
     ("run --experts 8 --hidden 64", "missing: --intermediate, --top-k"),

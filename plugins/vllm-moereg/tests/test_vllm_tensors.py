@@ -308,7 +308,8 @@ def moved_rows(per_expert: dict[str, Any]) -> list[torch.Tensor]:
     return rows_of_experts(kernel)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scheme", [*QUANT_SCHEMES])
+# No kernel of a GPU computes on nf4, which trains alone.
+@pytest.mark.parametrize("scheme", [name for name in QUANT_SCHEMES if not name.startswith("nf4")])
 def test_an_expert_that_moves_takes_along_all_that_a_kernel_reads_of_it(scheme: str) -> None:
     problem = MoEProblem(num_experts=3, hidden_size=256, intermediate_size=128, top_k=2, quant=scheme, has_bias=True)
     selection = explain_backends(problem, Platform.from_name("cuda:sm90"))
