@@ -143,12 +143,12 @@ def own_cells() -> list[BackendCell]:
     return [cell for cell in list_cells() if cell.name in NAMES]
 
 
-def test_each_record_is_of_a_cell_and_all_say_that_the_code_changed() -> None:
-    """Marlin's weights changed since (fp8 blocks of other sizes), and a run takes a Hopper GPU and vllm."""
+def test_each_record_is_of_a_cell() -> None:
+    """It may be older than the code: to make a new one takes a Hopper GPU and vllm."""
     ledger = Path(marlin.__file__).with_name("moereg_ledger.json")
     evidence = [evidence_of(cell) for cell in own_cells()]
-    assert sum(len(found.stale) for found in evidence) == len(json.loads(ledger.read_text())["records"]) > 0
-    assert not any(found.current for found in evidence)
+    found = [record for each in evidence for record in (*each.current, *each.stale)]
+    assert len(found) == len(json.loads(ledger.read_text())["records"]) > 0
 
 
 def test_a_ledger_of_other_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
