@@ -7,14 +7,14 @@
 Qwen3-30B-A3B has its published sizes and random weights in bf16, drawn on the device. All experts and the attention's
 projections have adapters of rank 16, by PEFT, in fp32 as PEFT makes them. A step takes 4 x 4,096 tokens: forward,
 backward, and fused AdamW of the adapters. The output head and the loss are computed for 1,024 tokens at a time and
-recomputed backward, in all sides alike: logits of a whole step would take more memory than the model's layers.
+recomputed backward, in all sides alike: logits of a whole step would take more memory than the model's layers. What
+else takes memory is said by term, and what no term has is the rest.
 
 Each side runs in a process of its own, from the same weights, adapters and tokens:
 
 - `grouped_mm`: transformers' experts, with adapters multiplied out by PEFT.
 - `moereg`: the same model and adapters on moereg.
-- `moereg_4bit`: the experts' weights are quantized, layer by layer, and adapters train above them in a `MoELayer`; PEFT
-  has the attention's.
+- `moereg_4bit`: the same, above experts that `quantize_experts` quantized.
 
 `-checkpoint` recomputes each decoder layer in the backward pass. `-selective` does so too, but keeps the results of the
 experts' matrix products, for moereg those of its operator. Where memory runs out, that is the outcome. Peak memory is
@@ -49,15 +49,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import moereg
 from benches.training_page import whole_training_table
 from benches.whole_model.models import MODELS, make_model
 from moereg.errors import is_lack_of_memory, one_line
 from moereg.evidence.provenance import clocks, provenance
+from moereg.integrations._experts.packed import stored_in
 from moereg.integrations._experts.serving import served
-from moereg.integrations.transformers import register
+from moereg.integrations.transformers import quantize_experts, register
 from moereg.platforms import probe_platform
 from moereg.quantize import dequantize_into, quantize_weights
+from moereg.weights.permuted import ExpertWeights
 
 ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS: Final = ("gate_up_proj", "down_proj")
@@ -75,7 +76,7 @@ class Side:
 
     Attributes:
         implementation: Of transformers' experts.
-        quantizes: Whether the experts' weights are quantized; a `MoELayer` then computes them.
+        quantizes: Whether the experts' weights are quantized.
         recomputes: `checkpoint` for each decoder layer in the backward pass, `selective` for all but the experts'
             matrix products, or nothing.
     """
@@ -109,39 +110,12 @@ class Factors(NamedTuple):
     b: torch.Tensor
 
 
-class QuantizedExperts(torch.nn.Module):
-    """The experts of a block of transformers, with adapters above quantized weights."""
-
-    def __init__(self, experts: Any, top_k: int, scheme: str, rank: int, alpha: float) -> None:
-        super().__init__()
-        problem = moereg.MoEProblem(
-            num_experts=experts.num_experts,
-            hidden_size=experts.hidden_dim,
-            intermediate_size=experts.intermediate_dim,
-            top_k=top_k,
-            quant=scheme,
-            gradients={"hidden_states", "topk_weights", "adapters"},
-            adapter_rank=rank,
-        )
-        weights = quantize_weights(_weights_of(experts), scheme)
-        place = experts.down_proj.device
-        adapters = moereg.ExpertAdapters.initial(problem, alpha, dtype=torch.float32, device=place)
-        self.layer = moereg.MoELayer(problem, weights, adapters=adapters)
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Takes what transformers' blocks pass: hidden states [T,H], experts [T,K] and their weights [T,K]."""
-        out: torch.Tensor = self.layer(hidden_states, top_k_weights, top_k_index)
-        return out
-
-
-def _weights_of(experts: Any) -> moereg.ExpertWeights:
-    return moereg.ExpertWeights(w13=experts.gate_up_proj.detach(), w2=experts.down_proj.detach())
+def _weights_of(experts: Any) -> ExpertWeights:
+    return ExpertWeights(w13=experts.gate_up_proj.detach(), w2=experts.down_proj.detach())
 
 
 def build(side: Side, device: torch.device, options: argparse.Namespace) -> Any:
-    """The model with adapters: PEFT's, or the model's own where PEFT has those of the attention alone."""
+    """The model with PEFT's adapters."""
     import peft
 
     spec = MODELS[options.model]
@@ -150,7 +124,10 @@ def build(side: Side, device: torch.device, options: argparse.Namespace) -> Any:
     model = make_model(spec, device)
     if side.implementation == "moereg":
         register()
-    model.set_experts_implementation(side.implementation)
+    if side.quantizes:
+        print(quantize_experts(model, options.scheme), flush=True)
+    else:
+        model.set_experts_implementation(side.implementation)
     if options.rounded and not side.quantizes:
         for layer in model.model.layers:
             weights = _weights_of(layer.mlp.experts)
@@ -159,18 +136,10 @@ def build(side: Side, device: torch.device, options: argparse.Namespace) -> Any:
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=list(ATTENTION),
-        target_parameters=None if side.quantizes else list(EXPERTS),
+        target_parameters=list(EXPERTS),
     )
-    if side.quantizes:
-        top_k = model.config.num_experts_per_tok
-        for layer in model.model.layers:
-            layer.mlp.experts = QuantizedExperts(layer.mlp.experts, top_k, options.scheme, options.rank, options.alpha)
     with torch.device(device):  # Where PEFT draws its first factors, which are then overwritten.
         adapted = peft.get_peft_model(model, config)
-    for layer in model.model.layers:
-        if side.quantizes:
-            for name in ("w13_a", "w13_b", "w2_a", "w2_b"):
-                layer.mlp.experts.layer.get_parameter(name).requires_grad_(True)
     if side.recomputes:
         how: dict[str, Any] = {"use_reentrant": False}
         if side.recomputes == "selective":
@@ -197,11 +166,7 @@ def factors_of(model: Any, *, gradients: bool = False) -> dict[str, Factors]:
 
     for name, module in model.named_modules():
         match = re.search(r"layers\.(\d+)\.", name)
-        if isinstance(module, moereg.MoELayer):
-            for target, matrix in zip(EXPERTS, ("w13", "w2"), strict=True):
-                a, b = (held(module.get_parameter(f"{matrix}_{factor}")) for factor in "ab")
-                found[f"{int(match[1]):03} {target}"] = Factors(a.flatten(0, 1), b.permute(1, 2, 0))
-        elif "default" in getattr(module, "lora_A", {}):
+        if "default" in getattr(module, "lora_A", {}):
             target = getattr(module, "parameter_name", name.rpartition(".")[2])
             a, b = (held(getattr(module, f"lora_{factor}")["default"].weight) for factor in "AB")
             found[f"{int(match[1]):03} {target}"] = Factors(a, b)
@@ -239,16 +204,13 @@ def training_backend(experts: Any) -> str:
     Raises:
         RuntimeError: moereg left them to transformers.
     """
-    if isinstance(experts, QuantizedExperts):
-        name = experts.layer.prepare().selection.backend
-    else:
-        while hasattr(experts, "base_layer"):  # Of PEFT, one for each parameter.
-            experts = experts.base_layer
-        found = served(experts)
-        (trainer,) = found.trainers.values() if found else ("nothing was called",)
-        if isinstance(trainer, str):
-            raise RuntimeError(f"moereg does not train the experts: {trainer}")
-        name = trainer.training_kernel().selection.backend
+    while hasattr(experts, "base_layer"):  # Of PEFT, one for each parameter.
+        experts = experts.base_layer
+    found = served(experts)
+    (trainer,) = found.trainers.values() if found else ("nothing was called",)
+    if isinstance(trainer, str):
+        raise RuntimeError(f"moereg does not train the experts: {trainer}")
+    name = trainer.training_kernel().selection.backend
     assert name is not None
     return name
 
@@ -277,6 +239,22 @@ def sample_gradients(model: Any) -> dict[str, torch.Tensor]:
             entries = gradient.reshape(-1)[places].float().cpu()
             found.setdefault(f"{name.split()[1]} {factor}", []).append(entries)
     return {name: torch.cat(entries) for name, entries in found.items()}
+
+
+def memory_by_term(model: Any, num_tokens: int) -> dict[str, int]:
+    """Bytes that a step needs, by what needs them, but for what a layer computes with."""
+    experts = frozen = trained = 0
+    for each in model.parameters():
+        num_bytes = sum(part.nbytes for part in stored_in(each))
+        if each.requires_grad:
+            trained += 4 * num_bytes  # itself, its gradient and AdamW's two moments
+        elif each.dim() == 3:
+            experts += num_bytes
+        else:
+            frozen += num_bytes
+    config = model.config
+    inputs = config.num_hidden_layers * num_tokens * config.hidden_size * 2
+    return {"experts": experts, "other weights": frozen, "adapters' training": trained, "layers' inputs": inputs}
 
 
 class Clock:
@@ -336,7 +314,7 @@ def _train(
     shape = (options.sequences, options.length)
     tokens = torch.randint(model.config.vocab_size, shape, device=device, generator=generator)
     row["trained"] = sum(each.numel() for each in trained)
-    row["model_bytes"] = sum(each.nbytes for each in model.parameters())
+    row["memory"] = memory_by_term(model, tokens.numel())
     if row["side"] == options.sides[0]:
         with experts_return_zeros(model), torch.no_grad():
             found["control"] = token_losses(model, tokens).cpu()
@@ -481,6 +459,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
                 os.replace(new, options.json)
     print(whole_training_table(record))
+    for row in record["rows"]:
+        if "peak_bytes" in row:
+            terms = {**row["memory"], "rest": row["peak_bytes"] - sum(row["memory"].values())}
+            print(f"{row['side']}: " + ", ".join(f"{name} {value / 1e9:.2f} GB" for name, value in terms.items()))
     failed = [
         f"{row['side']}: {row['outcome']}"
         for row in record["rows"]

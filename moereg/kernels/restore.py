@@ -37,7 +37,7 @@ SCALES: Final = {
 class RestoreConfig:
     """The tile of a program, both sizes powers of two, and its warps."""
 
-    elements: int = 4096
+    elements: int = 2048
     columns: int = 1024  # at most; fewer, and more rows, where much of a row's last tile would be empty
     num_warps: int = 4
 
