@@ -26,7 +26,7 @@ from moereg.integrations._experts.serving import (
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import check_in_place
-from moereg.layer.train_op import WEIGHTS, run_training
+from moereg.layer.train_op import WEIGHTS, reshaped, run_training
 from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
@@ -94,7 +94,7 @@ class Trainer:
         weights = topk_weights.reshape(ids.shape).to(torch.float32).contiguous()
         check_call(problem, next(module.parameters()).device, rows, weights, ids, None)
         out = run_training(problem, rows, weights, ids, tensors, self.handle, adapters)
-        return out.reshape(hidden_states.shape).to(hidden_states.dtype)
+        return reshaped(out, hidden_states.shape).to(hidden_states.dtype)
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The canonical parameters by name, whatever adapters add to them, as autocast has them."""
