@@ -19,6 +19,13 @@ FROZEN: Final = (
 )
 
 
+_NOT_SHARDED: Final = (
+    "quantized experts are not split over ranks, which would restore them to 16 bits; keep them whole on each rank with "
+    'fully_shard(..., ignored_params={each for name, each in model.named_parameters() if ".experts." in name and not '
+    "each.requires_grad})"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """How a parameter [E, ...] is stored.
@@ -139,6 +146,8 @@ class PackedExperts(torch.Tensor):
                 for name, target in packed.stored.items():
                     target.copy_(source.stored[name])
                 return packed
+            if packet is _ATEN.split and not others[1:] and not named:  # Of experts, as `fully_shard` begins.
+                raise ArgumentError(_NOT_SHARDED)
             written = func._schema.arguments[0].alias_info
             if written is not None and written.is_write:
                 raise ArgumentError(f"{packet} would write into a PackedExperts: {FROZEN}")
