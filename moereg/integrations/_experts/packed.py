@@ -20,7 +20,7 @@ FROZEN: Final = (
 
 
 _NOT_SHARDED: Final = (
-    "quantized experts are not split over ranks, which would restore them to 16 bits; keep them whole on each rank with "
+    "quantized experts are not split over ranks, which would restore them to 16 bits; each rank keeps them whole with "
     'fully_shard(..., ignored_params={each for name, each in model.named_parameters() if ".experts." in name and not '
     "each.requires_grad})"
 )
