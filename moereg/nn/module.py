@@ -242,7 +242,7 @@ class MoELayer(CanonicalModule):
             ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
         """
         problem, weights, routing = experts_of(module, top_k, dtype)
-        problem = dataclasses.replace(problem, gradients=gradients)
+        problem = dataclasses.replace(problem, gradients=frozenset(gradients))
         made = cls(problem, weights, **(keywords if "router" in keywords else {**routing, **keywords}))
         made.has_shared_experts = has_shared_experts(module)
         return made

@@ -47,16 +47,9 @@ class _Reordering:
         """As `MoEKernel` does."""
         return self._kernel.run_saving(tokens, self._canonical(tensors), saved)
 
-    def run_backward(
-        self,
-        gradients: Mapping[str, torch.Tensor],
-        grad_out: torch.Tensor,
-        saved: torch.Tensor,
-        tokens: Tokens,
-        tensors: CallTensors,
-    ) -> None:
+    def run_backward(self, gradients: Mapping[str, torch.Tensor], *call: Any) -> None:
         """As `MoEKernel` does."""
-        tensors = self._canonical(tensors)
+        grad_out, saved, tokens, tensors = *call[:-1], self._canonical(call[-1])
         found = {name: torch.empty_like(tensors.weights[name]) for name in self._orders.keys() & gradients.keys()}
         self._kernel.run_backward({**gradients, **found}, grad_out, saved, tokens, tensors)
         for name, gradient in reordered(found, self._orders, Order.stored).items():
