@@ -307,6 +307,12 @@ def joined(out: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     return found
 
 
+def reshaped(out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """An output that nobody else holds, in another shape but as no view, of which FSDP2 warns in results of modules."""
+    found: torch.Tensor = torch.ops.aten._unsafe_view.default(out, shape) if out.requires_grad else out.view(shape)
+    return found
+
+
 class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *followed: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from moereg.layer.checks import check_call, check_no_transform, resolve_expert_m
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import check_in_place, say_gain, say_once
 from moereg.layer.one_expert import keeping_moves
-from moereg.layer.train_op import joined, run_training, trains
+from moereg.layer.train_op import joined, reshaped, run_training, trains
 from moereg.nn.export_op import run_exported
 from moereg.nn.state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
 from moereg.platforms import platform_of
@@ -214,7 +216,13 @@ class MoELayer(CanonicalModule):
 
     @classmethod
     def from_module(
-        cls, module: torch.nn.Module, *, top_k: int | None = None, dtype: torch.dtype | None = None, **keywords: Any
+        cls,
+        module: torch.nn.Module,
+        *,
+        top_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        gradients: Collection[str] = (),
+        **keywords: Any,
     ) -> MoELayer:
         """The routed experts of a live module of transformers, such as `model.model.layers[3].mlp`, and their router.
 
@@ -227,12 +235,14 @@ class MoELayer(CanonicalModule):
             module: Holds the experts of one layer.
             top_k: Experts a token; what the module or its config says where None.
             dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
+            gradients: As in `MoEProblem`.
             **keywords: As the constructor takes them; with `router`, the module's own is left out.
 
         Raises:
             ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
         """
         problem, weights, routing = experts_of(module, top_k, dtype)
+        problem = dataclasses.replace(problem, gradients=frozenset(gradients))
         made = cls(problem, weights, **(keywords if "router" in keywords else {**routing, **keywords}))
         made.has_shared_experts = has_shared_experts(module)
         return made
@@ -242,18 +252,22 @@ class MoELayer(CanonicalModule):
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         topk_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        *,
+        output_router_logits: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the experts.
 
         Args:
             hidden_states: [..., H] in the problem's dtype, with any strides.
             topk_weights: [..., K] or [T,K], fp32, bf16 or fp16; None lets the layer's router choose.
             topk_ids: The same shape, int32 or int64, global experts; given together with `topk_weights`.
+            output_router_logits: Whether to return the router's logits too, as auxiliary losses take them.
 
         Returns:
             [..., H]: the sum over this rank's experts. A backward pass computes the problem's `gradients`, and raises
             `GradientError` where another tensor requires one. Under autocast a layer with gradients takes hidden states
-            of any float dtype, and computes and returns its own.
+            of any float dtype, and computes and returns its own. With `output_router_logits`, this and the [T,E] logits
+            from which the experts were chosen, before any softmax, which autograd follows in a layer with gradients.
 
         Raises:
             ArgumentError: A shape, dtype or device is wrong, or the layer has no router and no experts were named.
@@ -268,6 +282,12 @@ class MoELayer(CanonicalModule):
         rows = hidden_states.reshape(-1, hidden_size).contiguous()
         if (topk_weights is None) != (topk_ids is None):
             raise ArgumentError("topk_weights and topk_ids go together; pass both, or none for the layer's router")
+        if output_router_logits:
+            if topk_ids is not None:
+                raise ArgumentError("output_router_logits are of the layer's router, got topk_ids too; leave one out")
+            logits, *routes = self._routed(rows)
+            out: Any = self.forward(hidden_states, *routes)
+            return out, logits
         if topk_weights is None or topk_ids is None:
             topk_weights, topk_ids = self.route(rows)
         else:
@@ -289,7 +309,7 @@ class MoELayer(CanonicalModule):
                 adapters = adapters.computed_in(self.problem.torch_dtype)
             if not is_exporting() and trains(self.problem, rows, topk_weights, held, adapters):
                 out = run_training(self.problem, rows, topk_weights, topk_ids, held, self._handle, adapters)
-                return joined(out, *self._untrained).view(hidden_states.shape)
+                return reshaped(joined(out, *self._untrained), hidden_states.shape)
             out = torch.empty_like(rows)
             if adapters is not None or (held and not is_exporting()):
                 with torch.no_grad():
@@ -306,8 +326,7 @@ class MoELayer(CanonicalModule):
             out = self.training_kernel()(rows, topk_weights, topk_ids, adapters=self.adapters)
         # The kernel follows what it trains.
         followed = self._untrained if out.requires_grad else (rows, topk_weights, *self._parameters.values())
-        out = joined(out, *followed)
-        return out.view(hidden_states.shape)
+        return reshaped(joined(out, *followed), hidden_states.shape)
 
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses experts like the model's router, with logits in the model's dtype for them.
@@ -321,6 +340,11 @@ class MoELayer(CanonicalModule):
         Raises:
             ArgumentError: The layer has no router.
         """
+        _, topk_weights, topk_ids = self._routed(hidden_states)
+        return topk_weights, topk_ids
+
+    def _routed(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The logits, and what `route` returns for them."""
         if self.router is None:
             raise ArgumentError(
                 "this MoELayer has no router; pass topk_weights and topk_ids, or make it with router=..."
@@ -331,13 +355,13 @@ class MoELayer(CanonicalModule):
         with plain_torch(keeps_gradients=bool(self.problem.gradients)):
             return self._route(self.router, hidden_states)
 
-    def _route(self, router: RouterSpec, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, router: RouterSpec, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, router_bias = self._parameters["router_weight"], self._parameters["router_bias"]
         assert weight is not None
         dtype = torch.float32 if router.fp32_logits else weight.dtype
         bias = None if router_bias is None else router_bias.to(dtype)
         logits = torch.nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), bias)
-        return router.route(logits, self._parameters["correction_bias"])
+        return logits, *router.route(logits, self._parameters["correction_bias"])
 
     def prepare(self, selection: Selection | None = None, *, refresh: bool = False) -> MoEKernel:
         """Makes the best kernel, or updates it with written or replaced parameters.

@@ -99,3 +99,67 @@ def test_layers_of_every_family_or_a_reason(family: str) -> None:
             check_router(module)
     known = r"no MoELayer can be made of \w+: \w+|from_module takes a module with the experts of one layer"
     assert all(re.match(known, reason) for reason in reasons)
+
+
+class Block(torch.nn.Module):
+    """A layer where a decoder layer of transformers has its block, which returns hidden states alone."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.layer = MoELayer.from_module(block, gradients=("hidden_states", "topk_weights", "weights"))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.layer(hidden_states, output_router_logits=True)[0]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_auxiliary_losses_are_those_of_transformers(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own recorder takes the logits from our calls, and its own function the loss from those."""
+    from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
+
+    torch.manual_seed(0)
+    tokens, mask = torch.randint(1, 60, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    found = []
+    for is_ours in (False, True):
+        model = tiny_model(family).train()
+        model.set_experts_implementation("eager")
+        model.router_aux_loss_coef = 3.0
+        routers = []
+        for decoder in model.model.layers:
+            block = decoder.mlp
+            if is_ours:
+                decoder.mlp = Block(block)
+            routers.append(decoder.mlp.layer.router_weight if is_ours else block.gate.weight)
+        if is_ours:
+            monkeypatch.setitem(model.model._can_record_outputs, "router_logits", OutputRecorder(MoELayer, index=1))
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if is_ours and way == "compiled":
+            torch._dynamo.reset()
+            maybe_install_capturing_hooks(model.model)  # Compiled code cannot.
+            model.compile(backend="aot_eager", fullgraph=True)  # As a whole, since the recorder is around its layers.
+        result = model(tokens, attention_mask=mask, labels=tokens, output_router_logits=True, use_cache=False)
+        logits = result.router_logits
+        assert [tuple(each.shape) for each in logits] == [(24, model.config.num_experts)] * len(routers)
+        with_loss = torch.autograd.grad(result.loss, routers, retain_graph=True)
+        alone = torch.autograd.grad(result.loss - 3.0 * result.aux_loss, routers)
+        found.append((*logits, result.aux_loss, result.loss, *with_loss))
+        assert all((one - other).norm() > 0.1 * one.norm() for one, other in zip(with_loss, alone, strict=True))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_router_logits_are_of_calls_that_the_router_routes() -> None:
+    block: Any = next(module for module in tiny_model("gpt_oss").modules() if hasattr(module, "experts"))
+    layer = MoELayer.from_module(block)
+    x = torch.randn(2, 8, layer.problem.hidden_size)
+    out, logits = layer(x, output_router_logits=True)
+    assert torch.equal(out, layer(x))
+    assert torch.equal(logits, block.router(x.view(16, -1))[0])
+    with pytest.raises(ArgumentError, match=r"^output_router_logits are of the layer's router, got topk_ids too"):
+        layer(x, *layer.route(x.view(16, -1)), output_router_logits=True)
+    with pytest.raises(ArgumentError, match="this MoELayer has no router"):
+        MoELayer.from_module(block.experts, top_k=2)(x, output_router_logits=True)

@@ -469,6 +469,18 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     assert found.keys() == call.tensors.keys()
 
 
+def test_a_result_is_no_view() -> None:
+    """FSDP2 warns of a module that returns one."""
+    _, call, layer = drawn_module()
+    rows = call.tensors["hidden_states"].detach().requires_grad_()
+    routes = call.tensors["topk_weights"].detach(), call.topk_ids
+    out = layer(rows.unsqueeze(0), *routes)
+    assert out._base is None
+    out.mul_(2.0)  # As models add shared experts.
+    truth = torch.autograd.grad(2.0 * layer(rows, *routes).sum(), rows)[0]
+    assert torch.equal(torch.autograd.grad(out.sum(), rows)[0], truth)
+
+
 def test_a_backward_pass_by_the_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two tensors of a step lie in one place: launches are recorded by address."""
     problem, call, kernel = drawn_kernel()

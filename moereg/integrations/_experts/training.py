@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 import weakref
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -13,8 +14,8 @@ import torch
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregError, one_line
 from moereg.integrations._experts.adapters import adapters_of, parameter_of, rank_of
-from moereg.integrations._experts.layouts import LiveExperts, read_experts
-from moereg.integrations._experts.packed import FROZEN, is_packed, stored_in
+from moereg.integrations._experts.layouts import LiveExperts, read_experts, reordered
+from moereg.integrations._experts.packed import FROZEN, Order, is_packed, stored_in
 from moereg.integrations._experts.serving import (
     NOT_IN_COMPILED_CODE,
     ServedExperts,
@@ -26,7 +27,7 @@ from moereg.integrations._experts.serving import (
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import check_in_place
-from moereg.layer.train_op import WEIGHTS, run_training
+from moereg.layer.train_op import WEIGHTS, CallTensors, Tokens, reshaped, run_training
 from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
@@ -35,11 +36,36 @@ from moereg.spec.problem import GRADIENTS
 from moereg.weights.permuted import ExpertWeights
 
 
+class _Reordering:
+    """A kernel for parameters in another order: it computes on canonical copies, which last as long as a step."""
+
+    def __init__(self, kernel: MoEKernel, orders: Mapping[str, Order]) -> None:
+        self._kernel, self._orders = kernel, orders
+        self.problem, self.selection = kernel.problem, kernel.selection
+
+    def run_saving(self, tokens: Tokens, tensors: CallTensors, saved: torch.Tensor) -> torch.Tensor:
+        """As `MoEKernel` does."""
+        return self._kernel.run_saving(tokens, self._canonical(tensors), saved)
+
+    def run_backward(self, gradients: Mapping[str, torch.Tensor], *call: Any) -> None:
+        """As `MoEKernel` does."""
+        grad_out, saved, tokens, tensors = *call[:-1], self._canonical(call[-1])
+        found = {name: torch.empty_like(tensors.weights[name]) for name in self._orders.keys() & gradients.keys()}
+        self._kernel.run_backward({**gradients, **found}, grad_out, saved, tokens, tensors)
+        for name, gradient in reordered(found, self._orders, Order.stored).items():
+            gradients[name].copy_(gradient)
+
+    def _canonical(self, tensors: CallTensors) -> CallTensors:
+        weights = reordered(tensors.weights, self._orders, Order.canonical)
+        return tensors._replace(weights={name: each.contiguous() for name, each in weights.items()})
+
+
 class Trainer:
     """Differentiable calls of a module's experts.
 
     Its kernel keeps no weights: each call reads the module's parameters where they are, whoever wrote or moved them.
-    Quantized ones are frozen, and the kernel shares the tensors that they are stored in.
+    Those in another order are copied for each step. Quantized ones are frozen, and the kernel shares the tensors that
+    they are stored in.
 
     Attributes:
         problem: The layer with all gradients, of which a backward pass computes what autograd asks for.
@@ -55,9 +81,9 @@ class Trainer:
         self._selection = selection
         self.is_frozen = selection.problem.quant.weight is not None
         self._stored = _stored(module, live) if self.is_frozen else ()
-        self._kernel: MoEKernel | None = None
+        self._kernel: MoEKernel | _Reordering | None = None
 
-    def training_kernel(self) -> MoEKernel:
+    def training_kernel(self) -> MoEKernel | _Reordering:
         """The kernel, made at the first call."""
         if self._kernel is None:
             module = self._module()
@@ -66,13 +92,15 @@ class Trainer:
                 if self.is_frozen:
                     weights = self._live.canonical(module)
                 else:
-                    tensors: dict[str, Any] = self._tensors(module)
-                    weights = ExpertWeights(**tensors)
+                    tensors: dict[str, Any] = reordered(self._tensors(module), self._live.orders, Order.canonical)
+                    weights = ExpertWeights(**tensors).contiguous()
                 made = functools.partial(make_kernel, self.problem, weights, self._selection)
                 kernel = outside_pools(made, weights.w13.device)
             if not self.is_frozen:
                 kernel.held.read_from(dict)  # Each call brings its tensors.
-            self._kernel = kernel
+            self._kernel = (
+                kernel if self._live.moved is None or self.is_frozen else _Reordering(kernel, self._live.orders)
+            )
         return self._kernel
 
     def serves(self, module: torch.nn.Module) -> bool:
@@ -94,10 +122,10 @@ class Trainer:
         weights = topk_weights.reshape(ids.shape).to(torch.float32).contiguous()
         check_call(problem, next(module.parameters()).device, rows, weights, ids, None)
         out = run_training(problem, rows, weights, ids, tensors, self.handle, adapters)
-        return out.reshape(hidden_states.shape).to(hidden_states.dtype)
+        return reshaped(out, hidden_states.shape).to(hidden_states.dtype)
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The canonical parameters by name, whatever adapters add to them, as autocast has them."""
+        """The parameters by canonical name, whatever adapters add to them, as autocast has them."""
         return {
             name: parameter_of(module, parameter).to(self.problem.torch_dtype)
             for name, parameter in zip(WEIGHTS, self._live.parameters, strict=False)
@@ -166,7 +194,7 @@ def _planned(
         if dtype is not None and live.dtype is not None:
             live = dataclasses.replace(live, dtype=str(dtype).removeprefix("torch."))
         is_frozen = is_packed(module)
-        if live.moved is not None and not is_frozen:
+        if live.moved is not None and not is_frozen and not live.orders:
             return live.moved
         device = check_servable(module, live)
         if not is_frozen:
