@@ -36,7 +36,7 @@ def extreme_weights(problem: MoEProblem) -> ExpertWeights:
 
 
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "situ", "relu2"])
 @pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16", "int4_w4a16_g32"])
 def test_every_class_on_a_cpu(quant: str, activation: str, activation_format: str) -> None:
     problem = small_problem(activation=activation, quant=quant, activation_format=activation_format)
