@@ -281,7 +281,7 @@ def test_transformers_reads_the_same_deepseek_v4(tmp_path: Path, monkeypatch: py
 def _scale_name(layer: Layer) -> str:
     """The last scale of a down projection."""
     ends = (".scales", ".scale", "_scale", "_scale_inv")
-    down = [name for name in layer.tensors if any(part in name for part in ("down", ".2.w2.", "output"))]
+    down = [name for name in layer.tensors if any(part in name for part in ("down", ".2.w2.", "output", "w2_weight"))]
     return max(name for name in down if name.endswith(ends) and "input" not in name)
 
 
