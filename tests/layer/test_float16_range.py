@@ -31,6 +31,8 @@ def extreme_weights(problem: MoEProblem) -> ExpertWeights:
     w13 = plain.w13.clone()
     if problem.activation.gated:
         w13[:, :I] *= 12
+        if problem.activation.gate_softcap is not None:  # It makes little of a gate itself.
+            return dataclasses.replace(plain, w13=w13, w2=plain.w2 * 1e-2)
         w13[:, I:] *= 1e-4
     return dataclasses.replace(plain, w13=w13, w2=plain.w2 * 1e-3)
 

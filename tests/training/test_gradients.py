@@ -25,7 +25,7 @@ LAYERS: list[dict[str, Any]] = [
     {"activation": moereg.Activation("gelu", limit=0.6)},
     {"activation": "gelu_tanh"},
     {"activation": "situ"},
-    {"activation": "situ(beta=0.5, limit=1.5, gate_softcap=0.5, up_softcap=0.75)", "has_bias": True},
+    {"activation": "situ(beta=0.5, gate_softcap=2.0, up_softcap=3.0)", "has_bias": True},
     {"activation": "situ(up_softcap=None)"},
     {"activation": "relu2", "has_bias": True},
     {"activation": "silu", "num_experts": 40, "num_local_experts": 40},
