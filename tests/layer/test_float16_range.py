@@ -31,14 +31,12 @@ def extreme_weights(problem: MoEProblem) -> ExpertWeights:
     w13 = plain.w13.clone()
     if problem.activation.gated:
         w13[:, :I] *= 12
-        if problem.activation.gate_softcap is not None:  # It makes little of a gate itself.
-            return dataclasses.replace(plain, w13=w13, w2=plain.w2 * 1e-2)
         w13[:, I:] *= 1e-4
     return dataclasses.replace(plain, w13=w13, w2=plain.w2 * 1e-3)
 
 
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "situ", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2"])
 @pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16", "int4_w4a16_g32"])
 def test_every_class_on_a_cpu(quant: str, activation: str, activation_format: str) -> None:
     problem = small_problem(activation=activation, quant=quant, activation_format=activation_format)
