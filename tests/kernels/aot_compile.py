@@ -93,7 +93,6 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "nvfp4_decode": (16, "nvfp4_w4a16", 128, 8, 2048, 768, {}),
     "int8_weights_decode": (16, "int8_w8a16", 128, 8, 2048, 768, {}),
     "mxfp4_tall": (64, "mxfp4_w4a16", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
-    "mxfp4_situ": (16, "mxfp4_w4a16", 128, 8, 3584, 3072, {"activation": "situ"}),
     "mxfp4_prefill": (4096, "mxfp4_w4a16", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
     "block_one_token": (1, "fp8_block128", 128, 8, 2048, 768, {}),
     "block_decode": (16, "fp8_block128", 256, 8, 7168, 2048, {}),

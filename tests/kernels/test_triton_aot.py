@@ -35,7 +35,7 @@ TALL_CASES = ("small", "tall", "batched_decode", "shard_tall")
 # Packed weights: one case of each way to restore them, and slices with either kind of scales.
 PACKED_CASES = (
     *("int4_one_token", "mxfp4_one_token", "int4_g32_zp_decode", "nvfp4_decode", "int8_weights_decode"),
-    *("mxfp4_tall", "mxfp4_prefill", "mxfp4_situ"),
+    *("mxfp4_tall", "mxfp4_prefill"),
 )
 # Of what moves tokens between ranks.
 MOVING_CASES = {"sm_80": ("moving", "exchange"), "sm_90": ("moving", "exchange"), "sm_100": ("moving",)}
@@ -77,6 +77,7 @@ MAX_REGISTERS_SM90: Final[dict[str, dict[str, int] | tuple[int, int]]] = {
     "short_routing": {"count_chunks": 31, "place_routes": 128, "reduce_sorted_rows": 48},
     "read": {"xor_words": 64},
     "one_token": (128, 118),
+    "situ_prefill": (255, 214),
     "decode": (64, 96),
     "prefill": (248, 214),
     "gpt_oss_prefill": (224, 255),
