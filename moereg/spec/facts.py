@@ -192,9 +192,12 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+_SCALARS: Final = ("alpha", "beta", "gate_softcap", "up_softcap")
+
+
 def _other_scalars(problem: MoEProblem) -> str | None:
     activation, standard = problem.activation, ACTIVATIONS[problem.activation.name]
-    if dataclasses.replace(activation, limit=standard.limit) == standard:
+    if all(getattr(activation, name) == getattr(standard, name) for name in _SCALARS):
         return None
     caps = f", gate_softcap={standard.gate_softcap} and up_softcap={standard.up_softcap}" if standard.up_softcap else ""
     return f"requires alpha={standard.alpha:g} and beta={standard.beta:g}{caps}, got {activation}"
