@@ -41,7 +41,9 @@ _QUACK_FACTS: Final = Facts(
 )
 
 # torch's CUTLASS GEMM writes bfloat16 only.
-_TORCH_FACTS: Final = dataclasses.replace(_QUACK_FACTS, dtypes=frozenset({"bfloat16"}), max_experts=None)
+_TORCH_FACTS: Final = dataclasses.replace(
+    _QUACK_FACTS, activations=_QUACK_FACTS.activations | {"situ"}, dtypes=frozenset({"bfloat16"}), max_experts=None
+)
 
 
 def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[Experts]], type[Experts]]:

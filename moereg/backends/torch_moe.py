@@ -18,7 +18,7 @@ _BATCHED: Final = frozenset({"batched"})
 
 # CPU classes read the routing on the host, which a graph cannot capture.
 _CPU: Final = Facts(
-    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "situ", "relu2"}),
     activation_scalars=True,
     swiglu_limit=True,
     activation_formats=frozenset({"standard"}),

@@ -28,7 +28,7 @@ CODE: Final = (
 _GPUS: Final = ("cuda:sm80+", "rocm:gfx942")
 
 _FACTS: Final = Facts(
-    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "situ", "relu2"}),
     activation_scalars=True,
     swiglu_limit=True,
     activation_formats=frozenset({"standard"}),

@@ -120,6 +120,13 @@ class CheckpointFiles(contextlib.ExitStack):
         # ModelOpt writes a separate file, and some of its exports leave config.json as it was, or without the map.
         model_opt_path = self.find(_MODEL_OPT)
         if model_opt_path is None:
+            # The published Inkling 2 does not say how its experts are stored; what transformers wrote has its version.
+            if self.config.get("model_type") == "inkling2_text" and "transformers_version" not in self._full_config:
+                return {
+                    "quant_method": "fp8",
+                    "activation_scheme": "dynamic",
+                    "weight_block_size": [1, 32],
+                }, "config.json"
             return found
         quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):

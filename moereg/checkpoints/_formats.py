@@ -97,7 +97,7 @@ class StoredTensor:
             f"{module}_{name}"
             for full in self.names
             for name in dict.fromkeys((full.removeprefix("weight_"), full))
-            if full != "weight"
+            if full != "weight" and not (module.endswith("_weight") and name.startswith("weight_"))
         ]
         as_parameter = [module] * ("weight" in self.names) + as_parameter
         in_module = [f"{module}.{name}" for name in self.names]

@@ -112,7 +112,7 @@ def _expert_names(files: CheckpointFiles, model: ModelType, root: str, expert: i
     usual = (model.projections or _DIVIDED[0], *(_DIVIDED if model.has_gate else ()))
     known = [ExpertNames(tuple(f"experts.{name}" for name in some[:-1]), f"experts.{some[-1]}") for some in usual]
     # Of alternating gate and up rows it is not known whether a tool that divides experts keeps them.
-    known += [some for some in model.fused if "." in some.w2 and not (model.is_interleaved and len(some.w13) == 1)]
+    known += [some for some in model.fused if "." in some.w2 and not (some.is_interleaved and len(some.w13) == 1)]
     single = [names.divided() for names in known]
     weight = StoredTensor(WEIGHT_NAMES, (), ())
     for names in (*model.fused, *single):
@@ -156,7 +156,7 @@ class _Experts:
         modules = list(dict.fromkeys(projection.module for projection in projections))
         self.storage = storage = quantized_format(self.files, modules) or UNQUANTIZED
         fmt, names = storage.scheme.weight, self.names
-        if fmt is not None and (names.is_flat or (names.is_fused and self.model.is_interleaved and fmt.group[0] > 1)):
+        if fmt is not None and (names.is_flat or (names.is_fused and names.is_interleaved and fmt.group[0] > 1)):
             reason = "are stored flat" if names.is_flat else "have alternating gate and up rows, which blocks would mix"
             raise CheckpointError(
                 f"{self.files.path / 'config.json'}: fused experts of model type "
@@ -219,7 +219,7 @@ class _Experts:
             if shape in part.tensor.shapes and shape not in shapes:
                 row, shapes = None, part.tensor.shapes
         tensor = dataclasses.replace(part.tensor, shapes=tuple(dict.fromkeys(shapes)))
-        is_interleaved = self.model.is_interleaved and part.matrix == "w13" and len(self.names.w13) == 1
+        is_interleaved = self.names.is_interleaved and part.matrix == "w13" and len(self.names.w13) == 1
         return dataclasses.replace(
             part, tensor=tensor, row=row, is_interleaved=is_interleaved, is_transposed=is_transposed
         )
@@ -309,7 +309,7 @@ def list_layer(
         hidden_size = read_count(files.config, "hidden_size", "d_model")
         sizes = LayerSizes(
             router.num_experts,
-            read_count(files.config, "moe_latent_size", default=hidden_size),
+            read_count(files.config, "moe_latent_size", "routed_expert_hidden_size", default=hidden_size),
             read_count({**files.config, **read_object(files.config, "ffn_config")}, model.intermediate_size),
         )
         activation = model.activation(files.config)

@@ -37,6 +37,7 @@ _HIDDEN_ACTS: Final = {
     "swish": ACTIVATIONS["silu"],
     "gelu": ACTIVATIONS["gelu"],
     "gelu_pytorch_tanh": ACTIVATIONS["gelu_tanh"],
+    "situ": ACTIVATIONS["situ"],
 }
 _CURE: Final = "take the file from the model's publisher"
 LAYERS: Final = (
@@ -51,9 +52,10 @@ LAYERS: Final = (
     "language_model.backbone.layers.",
     "llm.model.layers.",
     "transformer.blocks.",
+    "model.llm.layers.",
 )
 """Prefixes of layer names: language models, old and new multimodal models, models saved without a head, Qwen3-Omni,
-DiffusionGemma, Nemotron-H and models built around it, and DBRX."""
+DiffusionGemma, Nemotron-H and models built around it, DBRX, and Inkling 2."""
 
 
 def every_layer(config: Config, num_layers: int) -> Iterable[int]:
@@ -167,7 +169,21 @@ def _layer_kinds(config: Config) -> tuple[str, ...] | None:
 
 def hidden_act(config: Config) -> Activation:
     """The activation that `hidden_act` names; SiLU if absent."""
-    return _named_act(config, "hidden_act", "silu", _HIDDEN_ACTS)
+    named = _named_act(config, "hidden_act", "silu", _HIDDEN_ACTS)
+    # Moonshot's code caps gates at 1 and no ups where the entries are absent.
+    caps = ("activation_situ_beta", 1.0), ("activation_situ_linear_beta", None)
+    return _softcapped(config, *caps) if named.name == "situ" else named
+
+
+def _softcapped(config: Config, gate: tuple[str, float], up: tuple[str, float | None]) -> Activation:
+    return Activation("situ", gate_softcap=_read_positive(config, *gate), up_softcap=_read_positive(config, *up))
+
+
+def _read_positive(config: Config, entry: str, default: float | None) -> float | None:
+    number = default if config.get(entry) is None else read_number(config, entry)
+    if number is not None and number <= 0:
+        raise CheckpointError(f"{entry} must be above 0, got {number}; {_CURE}")
+    return number
 
 
 def _named_act(config: Config, entry: str, default: str, known: Mapping[str, Activation]) -> Activation:
@@ -189,9 +205,7 @@ def clamped_swiglu(standard: Activation) -> ActivationRule:
         # hidden_act is silu in these files, although the experts compute the clamped variant.
         if standard.name == "silu" and hidden_act(config).name != "silu":
             raise CheckpointError(f"hidden_act must be silu where gate and up are clamped, got another; {_CURE}")
-        limit = read_number(config, "swiglu_limit", default=standard.limit)
-        if limit <= 0:
-            raise CheckpointError(f"swiglu_limit must be above 0, got {limit}; {_CURE}")
+        limit = _read_positive(config, "swiglu_limit", standard.limit)
         has_slope = standard.name != "silu"
         alpha = read_number(config, "swiglu_alpha", default=standard.alpha) if has_slope else standard.alpha
         return dataclasses.replace(standard, limit=limit, alpha=alpha)
@@ -216,12 +230,14 @@ class ExpertNames:
         w2: Down.
         is_flat: Experts have no dimension of their own: all three are [E*I,H], even down (DBRX).
         is_parameter: Whether they are parameters rather than modules.
+        is_interleaved: Rows of gate and up in one tensor alternate; otherwise all of gate comes first.
     """
 
     w13: tuple[str, ...] = ("experts.gate_up_proj",)
     w2: str = "experts.down_proj"
     is_flat: bool = False
     is_parameter: bool = True
+    is_interleaved: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -265,7 +281,6 @@ class ModelType:
         moe_layers: Lists the layers with experts, from the config and the number of layers.
         activation: Makes the activation between the matmuls, from the config. The live module of transformers computes
             the same.
-        is_interleaved: Fused gate and up rows alternate; otherwise all of gate comes first.
         has_bias: Experts and router have biases.
         correction_biases: Names in the block of the bias that only affects the choice of experts. If the router has
             none, none is accepted.
@@ -285,7 +300,6 @@ class ModelType:
     intermediate_size: str = "moe_intermediate_size"
     moe_layers: LayerRule = every_layer
     activation: ActivationRule = hidden_act
-    is_interleaved: bool = False
     has_bias: bool = False
     correction_biases: tuple[str, ...] = ("gate.e_score_correction_bias", "gate.expert_bias")
     outer_correction_bias: str | None = None
@@ -404,7 +418,7 @@ _BY_NAMES: Final = {
     ),
     "glm4_moe glm4v_moe_text sarvam_mla sarvam_moe": dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(1)),
     "glm5_next glm5_next_text": dataclasses.replace(_THREE_DENSE, activation=_CLAMPED_SILU),
-    "gpt_oss": dataclasses.replace(_GPT_OSS, is_interleaved=True),
+    "gpt_oss": dataclasses.replace(_GPT_OSS, fused=(ExpertNames(is_interleaved=True),)),
     "granitemoe": dataclasses.replace(_GRANITE, shared_experts=()),
     "granitemoe_swa granitemoehybrid granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": ModelType(
@@ -417,6 +431,12 @@ _BY_NAMES: Final = {
         shared_experts=("shared_mlp", "shared_experts"),
     ),
     "hy_v4 hy_v4_vl_text": dataclasses.replace(_ONE_DENSE, activation=_CLAMPED_SILU),
+    "inkling2_text": ModelType(
+        projections=None,
+        fused=(ExpertNames(("experts.w13_weight",), "experts.w2_weight", is_interleaved=True), ExpertNames()),
+        activation=lambda config: _softcapped(config, ("mlp_gate_softcap", 4.0), ("mlp_up_softcap", 25.0)),
+        correction_biases=("gate.bias", "gate.e_score_correction_bias"),
+    ),
     "jamba": ModelType(
         blocks=("feed_forward",),
         routers=("router",),

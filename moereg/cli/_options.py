@@ -87,7 +87,9 @@ class ProblemFlags:
     top_k: Annotated[int | None, _size_of()] = None
     quant: Annotated[str | None, scheme_of("Scheme of the checkpoint's weights.", group="Layer")] = None
     dtype: Annotated[str | None, _of_layer("bfloat16, float16 or float32.", words=DTYPES)] = None
-    activation: Annotated[str | None, _of_layer("silu, gelu, gelu_tanh, swigluoai, relu2.", words=ACTIVATIONS)] = None
+    activation: Annotated[
+        str | None, _of_layer("silu, gelu, gelu_tanh, swigluoai, situ, relu2.", words=ACTIVATIONS)
+    ] = None
     swiglu_limit: Annotated[float | None, _of_layer("Clamp of gate and up.")] = None
     bias: Annotated[bool | None, _fact_of()] = None
     router_weight_on_input: Annotated[bool | None, _fact_of()] = None

@@ -18,10 +18,10 @@ simulated kernels confirm. So its bounds are sqrt(7/5) times larger, 9.5e-3 and 
 group scales to bfloat16 rounds gate, up and w2 twice: sqrt(5 + 6) * 1.5e-3 = 5.0e-3, inside the same bound. The Hopper
 kernels for int4 do; an H200 measured 4.9e-3, and 2.9e-3 if scales multiply partial sums.
 
-A gate's error in such a kernel depends on its weights' sums, not on the gate's size. If a clamp at L is far below the
-gates' spread of about 1 or more, the share L of gates that it does not clamp carries all of that error, and the result
-is no larger than L: below L = 1 the bound is 1 / sqrt(L) times larger. In 400 simulated layers each with spread 3.6,
-the largest error was 0.8 times the plain bound at L = 1, 1.1 at 0.5, 1.75 at 0.25 and 3.0 at 0.1.
+A gate's error in such a kernel depends on its weights' sums, not on the gate's size. If a clamp or soft cap at L is far
+below the gates' spread of about 1 or more, the share L of gates that it does not clamp carries all of that error, and
+the result is no larger than L: below L = 1 the bound is 1 / sqrt(L) times larger. In 400 simulated layers each with
+spread 3.6, the largest error was 0.8 times the plain bound at L = 1, 1.1 at 0.5, 1.75 at 0.25 and 3.0 at 0.1.
 
 **Few elements.** Over few elements the errors do not average out: the norm of n of them scatters by 1 / sqrt(2 n), and
 one stretched element is a large part of it. Below 64 output elements the bound is 8 / sqrt(n) times larger, 2.7 times
@@ -129,14 +129,14 @@ def layer_tolerance(
     Raises:
         UnknownSchemeError: No scheme has that name.
     """
-    scheme = problem.quant if computes is None else computes
+    scheme, activation = problem.quant if computes is None else computes, problem.activation
     return tolerance(
         problem.quant.weight_only if problem.gradients else scheme,
         problem.dtype,
         num_tokens * problem.hidden_size,
         rounds_as_reference,
         num_intermediate=num_tokens * problem.top_k * problem.intermediate_size,
-        limit=problem.activation.limit,
+        limit=min(filter(None, (activation.limit, activation.gate_softcap, activation.up_softcap)), default=None),
     )
 
 
@@ -159,7 +159,7 @@ def tolerance(
             reference does, so that only the order of sums differs: a closer bound if activations are quantized, for
             tests of one kernel.
         num_intermediate: Elements of the intermediate, T * K * I; many if None.
-        limit: The activation's clamp.
+        limit: The activation's clamp or soft cap, the lowest.
 
     Raises:
         UnknownSchemeError: No scheme has that name.

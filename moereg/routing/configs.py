@@ -333,6 +333,7 @@ _READERS_OF: Final[Mapping[str, _Reader]] = {
     "minimax_m3_vl_text": _MINIMAX(scaling_factor=2.0),
     "step3p5": _MINIMAX(scaling="moe_router_scaling_factor"),
     "laguna": _laguna_router,
+    "inkling2_text": _sigmoid_topk(scaling="route_scale", scaling_factor=8.0, reads_renormalize=False, groups=None),
     "lfm2_moe": _lfm2_router,
     "llama4_text": _router("llama4_topk", scoring="sigmoid", renormalizes=False),
     "flint": _router(
@@ -384,9 +385,7 @@ _REFUSED: Final = {
         "each layer has two sets of experts, for text and for images, and the kind of a token decides"
     ),
     "inkling_mm_model inkling_text": "its routing weights are normalized together with those of its shared experts",
-    "inkling2 inkling2_loop inkling2_loop_text inkling2_text": (
-        "its activation caps gate and up with tanh, which no Activation does"
-    ),
+    "inkling2_loop inkling2_loop_text": "the transformers that moereg is tested with has no such model to compare with",
     "jetmoe": "a bias is added to the sum of its experts, and its attention has experts too",
     "longcat_flash": "its router also chooses experts without weights, which return their input",
     "muse_spark muse_spark_text": "its experts are between two projections, and each ends with a norm",

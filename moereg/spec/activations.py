@@ -23,6 +23,8 @@ class Activation:
     Gated: with `g` the gate half and `u` the up half of GEMM1's output,
     `g = min(g, limit)`, `u = clamp(u, -limit, limit)`, result `f(g) * (u + beta)`, where `f` is
     `g * sigmoid(alpha * g)` for `silu` and `swigluoai` and GELU for `gelu` and `gelu_tanh`.
+    For `situ`, `f` is `softcap(g, gate_softcap) * sigmoid(g)` and `u` becomes `softcap(u, up_softcap)` before beta is
+    added, with `softcap(x, c) = c * tanh(x / c)`.
     Not gated: `relu2` is `relu(x) ** 2`.
 
     Attributes:
@@ -31,6 +33,8 @@ class Activation:
         alpha: Slope inside the sigmoid.
         beta: Added to the up half.
         limit: Clamp, or None for no clamp.
+        gate_softcap: Soft cap of `situ`'s gate, None for all others.
+        up_softcap: Soft cap of `situ`'s up half, or None.
 
     Raises:
         UnknownNameError: The name is not known.
@@ -47,6 +51,8 @@ class Activation:
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
+    gate_softcap: float | None = None
+    up_softcap: float | None = None
 
     def __post_init__(self) -> None:
         check_one_of("activation", self.name, (*_GATE_FUNCTIONS, "relu2"))
@@ -59,10 +65,16 @@ class Activation:
             if abs(number) > _LARGEST:
                 raise ArgumentError(f"activation {field} must be at most {_LARGEST:.3g} either way, got {number}")
             object.__setattr__(self, field, number)
-        if self.limit is not None:
-            if not (isinstance(self.limit, (int, float)) and 0 < self.limit <= _LARGEST) or self.limit is True:
-                raise ArgumentError(f"swiglu_limit must be a positive finite number or None, got {shown(self.limit)}")
-            object.__setattr__(self, "limit", float(self.limit))
+        for field, label in (("limit", "swiglu_limit"), *((cap, cap) for cap in _SOFTCAPS)):
+            bound = getattr(self, field)
+            if bound is not None:
+                if not (isinstance(bound, (int, float)) and 0 < bound <= _LARGEST) or bound is True:
+                    raise ArgumentError(f"{label} must be a positive finite number or None, got {shown(bound)}")
+                object.__setattr__(self, field, float(bound))
+        caps = (self.gate_softcap, self.up_softcap)
+        if caps[0] is None if self.name == "situ" else caps != (None, None):
+            rule = "takes a gate_softcap" if self.name == "situ" else "takes no soft caps"
+            raise ArgumentError(f"activation {self.name!r} {rule}, got gate_softcap={caps[0]} and up_softcap={caps[1]}")
         if self.alpha != 1.0 and _GATE_FUNCTIONS.get(self.name) is not _sigmoid_gate:
             raise ArgumentError(
                 f"alpha is the slope inside the sigmoid, which {self.name!r} does not have, got {self.alpha}"
@@ -105,7 +117,7 @@ class Activation:
         standard = ACTIVATIONS[self.name]
         scalars = [
             f"{field}={getattr(self, field)}"
-            for field in ("alpha", "beta", "limit")
+            for field in ("alpha", "beta", "limit", *_SOFTCAPS)
             if getattr(self, field) != getattr(standard, field)
         ]
         return f"{self.name}({', '.join(scalars)})" if scalars else self.name
@@ -141,23 +153,34 @@ class Activation:
         if self.limit is not None:
             gate = gate.clamp(max=self.limit)
             up = up.clamp(min=-self.limit, max=self.limit)
+        up = softcap(up, self.up_softcap)
         if self.beta:
             up = up + self.beta
-        return _GATE_FUNCTIONS[self.name](gate, self.alpha) * up
+        return _GATE_FUNCTIONS[self.name](gate, self) * up
 
 
-_SCALAR: Final = re.compile(r"(alpha|beta|limit)=((?<=limit=)None|[-+0-9.e]+)")
+def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Returns `cap * tanh(x / cap)`, or x without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def _sigmoid_gate(gate: torch.Tensor, alpha: float) -> torch.Tensor:
+_SOFTCAPS: Final = ("gate_softcap", "up_softcap")
+_SCALAR: Final = re.compile(
+    r"(alpha|beta|limit|gate_softcap|up_softcap)=((?<=limit=)None|(?<=up_softcap=)None|[-+0-9.e]+)"
+)
+
+
+def _sigmoid_gate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    alpha = activation.alpha
     return torch.nn.functional.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
 
 
-_GATE_FUNCTIONS: Final[dict[str, Callable[[torch.Tensor, float], torch.Tensor]]] = {
+_GATE_FUNCTIONS: Final[dict[str, Callable[[torch.Tensor, Activation], torch.Tensor]]] = {
     "silu": _sigmoid_gate,
     "swigluoai": _sigmoid_gate,
-    "gelu": lambda gate, alpha: torch.nn.functional.gelu(gate),
-    "gelu_tanh": lambda gate, alpha: torch.nn.functional.gelu(gate, approximate="tanh"),
+    "gelu": lambda gate, activation: torch.nn.functional.gelu(gate),
+    "gelu_tanh": lambda gate, activation: torch.nn.functional.gelu(gate, approximate="tanh"),
+    "situ": lambda gate, activation: softcap(gate, activation.gate_softcap) * torch.sigmoid(gate),
 }
 
 ACTIVATIONS: Final[dict[str, Activation]] = {
@@ -165,5 +188,6 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": Activation("gelu"),
     "gelu_tanh": Activation("gelu_tanh"),
     "swigluoai": Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0),
+    "situ": Activation("situ", gate_softcap=4.0, up_softcap=25.0),
     "relu2": Activation("relu2", gated=False),
 }

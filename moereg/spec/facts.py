@@ -192,11 +192,15 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+_SCALARS: Final = ("alpha", "beta", "gate_softcap", "up_softcap")
+
+
 def _other_scalars(problem: MoEProblem) -> str | None:
     activation, standard = problem.activation, ACTIVATIONS[problem.activation.name]
-    if (activation.alpha, activation.beta) == (standard.alpha, standard.beta):
+    if all(getattr(activation, name) == getattr(standard, name) for name in _SCALARS):
         return None
-    return f"requires alpha={standard.alpha:g} and beta={standard.beta:g}, got {activation}"
+    caps = f", gate_softcap={standard.gate_softcap} and up_softcap={standard.up_softcap}" if standard.up_softcap else ""
+    return f"requires alpha={standard.alpha:g} and beta={standard.beta:g}{caps}, got {activation}"
 
 
 def _clamp(problem: MoEProblem) -> str | None:
@@ -252,7 +256,7 @@ class Facts(DeclaredFacts):
 
     Attributes:
         activations: Names of activations.
-        activation_scalars: Whether alpha and beta may differ from the activation's standard ones.
+        activation_scalars: Whether alpha, beta and soft caps may differ from the activation's standard ones.
         swiglu_limit: Whether the clamp is applied. `swigluoai` has one.
         bias: Whether w13_bias and w2_bias are applied.
         dtypes: Names of the dtypes of hidden states and output.

@@ -230,7 +230,7 @@ def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
     for other in ACTIVATIONS.values():
         if other.gated == right.gated and other.name != right.name:
             yield f"activation {other} instead of {right}", call.with_activation(other)
-    for field, none in (("limit", None), ("beta", 0.0), ("alpha", 1.0)):
+    for field, none in (("limit", None), ("beta", 0.0), ("alpha", 1.0), ("up_softcap", None)):
         if getattr(right, field) != none:
             without = dataclasses.replace(right, **{field: none})  # type: ignore[arg-type]
             yield f"{field} of the activation ignored", call.with_activation(without)

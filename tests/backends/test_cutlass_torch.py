@@ -69,12 +69,13 @@ def make_problem(quant: str, **changes: Any) -> MoEProblem:
     [
         {},
         {"activation": Activation.from_name("swigluoai"), "has_bias": True},
+        {"activation": Activation.from_name("situ(gate_softcap=0.5)")},
         {"activation": Activation.from_name("relu2")},
         {"placement": "map", "num_local_experts": 3},
         {"top_k": 1, "apply_router_weight_on_input": True},
         {"activation": Activation.from_name("silu", limit=0.75)},
     ],
-    ids=["silu", "swigluoai-bias", "relu2", "map", "weight-on-input", "clamp"],
+    ids=["silu", "swigluoai-bias", "situ", "relu2", "map", "weight-on-input", "clamp"],
 )
 def test_grouped_products_match_the_reference(quant: str, changes: dict[str, Any]) -> None:
     problem = make_problem(quant, **changes)

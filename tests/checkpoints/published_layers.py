@@ -6,6 +6,7 @@ auto-round 0.16 and amd-quark 0.13.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -123,6 +124,84 @@ MINIMAX_M3: Final = {
     "swiglu_alpha": 1.702,
     "dtype": "bfloat16",
 }
+
+
+# Of moonshotai/Kimi-K3, whose language model is a `kimi_linear`, with other sizes.
+KIMI_K3: Final = {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "routed_scaling_factor": 1.0,
+    "latent_moe_use_norm": True,
+    "hidden_act": "situ",
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "dtype": "bfloat16",
+}
+IN_KIMI_K3: Final[dict[str, Any]] = {
+    "family": KIMI_K3,
+    "block": "language_model.model.layers.0.block_sparse_moe",
+    "names": ("w1", "w3", "w2"),
+}
+
+
+def kimi_k3(width: int = 224) -> Layer:
+    """Experts behind a projection from the model's width, which the router reads."""
+    inner = layer_of(
+        partial(published.mxfp4, weight="weight_packed"),
+        compressed("mxfp4-pack-quantized", arguments(4, "float", "group", group_size=32), None),
+        **IN_KIMI_K3,
+    )
+    block, size = IN_KIMI_K3["block"], inner.config["hidden_size"]
+    router = torch.randn(NUM_EXPERTS, width).bfloat16()
+    others: dict[str, tuple[int, ...]] = {
+        "gate.e_score_correction_bias": (NUM_EXPERTS,),
+        "routed_expert_down_proj.weight": (size, width),
+        "routed_expert_norm.weight": (size,),
+        "routed_expert_up_proj.weight": (width, size),
+        "shared_experts.up_proj.weight": (8, width),
+    }
+    tensors = {f"{block}.{name}": torch.randn(shape) for name, shape in others.items()}
+    text = {**inner.config, "hidden_size": width, "routed_expert_hidden_size": size}
+    return dataclasses.replace(
+        inner,
+        config={"model_type": "kimi_k3", "text_config": text},
+        tensors={**inner.tensors, **tensors, f"{block}.gate.weight": router},
+        router=router.double(),
+    )
+
+
+INKLING2: Final = {
+    "model_type": "inkling2_text",
+    "num_hidden_layers": 1,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "route_scale": 8.0,
+    "mlp_gate_softcap": 4.0,
+    "mlp_up_softcap": 25.0,
+    "dtype": "bfloat16",
+}
+
+
+def inkling2() -> Layer:
+    """As transformers' class says that it is published: the config leaves out how experts are stored."""
+    block = "model.llm.layers.0.mlp"
+    bias = {f"{block}.gate.bias": torch.randn(NUM_EXPERTS)}
+    apart = layer_of(published.mxfp8, {}, family=INKLING2, block=block, extra=bias)
+    names = ("experts.w13_weight", "experts.w2_weight")
+    layer = fused(apart, block=block, names=names, rename=parameters, is_interleaved=True)
+    text = {name: value for name, value in layer.config.items() if name != "quantization_config"}
+    return dataclasses.replace(layer, config={"model_type": "inkling2", "text_config": text})
 
 
 def parameters(name: str, part: str) -> str:
@@ -398,6 +477,8 @@ LAYERS: Final[dict[str, tuple[str, Callable[[], Layer]]]] = {
             is_interleaved=True,
         ),
     ),
+    "kimi_k3": ("mxfp4_w4a16", kimi_k3),
+    "fused inkling2": ("mxfp8", inkling2),
     # AutoRound.
     "auto_round auto_gptq": ("int4_w4a16_g32", lambda: layer_of(published.gptq, auto_round("auto_round:auto_gptq"))),
     "auto_round deepseek_v4": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moereg.checkpoints import load_experts, read_problem
 from moereg.errors import CheckpointError
+from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_weights
 from tests.checkpoints import published
 from tests.checkpoints.published import (
@@ -31,10 +33,12 @@ from tests.checkpoints.published_layers import (
     FP8_BLOCK,
     GPT_OSS,
     IN_GPT_OSS,
+    IN_KIMI_K3,
     IN_LLAMA4,
     LAYERS,
     NV,
     ODD,
+    kimi_k3,
     made,
     mixed,
     modelopt,
@@ -61,6 +65,64 @@ def test_a_layer_stands_for_what_its_files_say(tmp_path: Path, name: str) -> Non
         assert torch.equal(ours[1], both)
     rank = load_experts(path, 0, num_local_experts=1, ep_rank=2)
     assert torch.equal(rank.weights.w2.view(torch.uint8), found.weights.w2[2:].view(torch.uint8))
+
+
+def test_kimi_k3_routes_and_computes_as_published(tmp_path: Path) -> None:
+    """Routes by hand from the model's width, and experts by hand on what their projection gives them."""
+    layer = kimi_k3()
+    found = load_experts(write(tmp_path, layer), 0, dtype="float32")
+    problem = found.problem
+    assert str(problem.activation) == "situ"
+    assert (found.model_type, problem.hidden_size, found.router_weight.shape[1]) == ("kimi_linear", 96, 224)
+    assert found.has_shared_experts
+    assert "read a projection of H=96" in found.notices[0]
+    tokens = torch.randn(19, 224)
+    scores = torch.sigmoid(tokens.double() @ layer.router.T)
+    bias = layer.tensors[f"{IN_KIMI_K3['block']}.gate.e_score_correction_bias"]
+    expected_ids = (scores + bias).topk(2).indices.sort().values
+    chosen = scores.gather(1, expected_ids)
+    topk_weights, topk_ids = found.route(tokens)
+    order = topk_ids.argsort()
+    assert torch.equal(topk_ids.gather(1, order).long(), expected_ids)
+    expected_weights = (chosen / chosen.sum(1, keepdim=True)).float()
+    torch.testing.assert_close(topk_weights.gather(1, order), expected_weights, rtol=1e-5, atol=1e-6)
+    latent = torch.randn(19, 96) / 4
+    out = torch.zeros(19, 96, dtype=torch.float64)
+    for token, (weights, ids) in enumerate(zip(topk_weights.double(), topk_ids.tolist(), strict=True)):
+        for weight, expert in zip(weights, ids, strict=True):
+            gate, up = (layer.w13[expert] @ latent[token].double()).chunk(2)
+            capped = 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
+            out[token] += weight * (layer.w2[expert] @ capped)
+    assert relative_error(found.make_kernel()(latent, topk_weights, topk_ids), out) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"activation_situ_linear_beta": None}, "situ(up_softcap=None)"),
+        ({"activation_situ_beta": 2}, "situ(gate_softcap=2.0)"),
+        # As Moonshot's code takes absent entries.
+        (
+            {"activation_situ_beta": None, "activation_situ_linear_beta": None},
+            "situ(gate_softcap=1.0, up_softcap=None)",
+        ),
+        ({"activation_situ_beta": 0.0}, "activation_situ_beta must be above 0, got 0.0; take the file"),
+        (
+            {"activation_situ_linear_beta": "25"},
+            "activation_situ_linear_beta of model type 'kimi_linear' must be a num",
+        ),
+        ({"hidden_act": "situp"}, "unknown hidden_act 'situp' (known: gelu, gelu_pytorch_tanh, silu, situ, swish)"),
+    ],
+)
+def test_soft_caps_of_a_config(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    layer = kimi_k3()
+    layer.config["text_config"].update(changes)
+    path = write(tmp_path, layer)
+    if "situ(" in expected:
+        assert str(read_problem(path, 0).activation) == expected
+        return
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        read_problem(path, 0)
 
 
 ONE_NVFP4: Final = partial(layer_of, published.nvfp4, modelopt("NVFP4", group_size=16), sizes=(80, 48))
@@ -219,7 +281,7 @@ def test_transformers_reads_the_same_deepseek_v4(tmp_path: Path, monkeypatch: py
 def _scale_name(layer: Layer) -> str:
     """The last scale of a down projection."""
     ends = (".scales", ".scale", "_scale", "_scale_inv")
-    down = [name for name in layer.tensors if any(part in name for part in ("down", ".2.w2.", "output"))]
+    down = [name for name in layer.tensors if any(part in name for part in ("down", ".2.w2.", "output", "w2_weight"))]
     return max(name for name in down if name.endswith(ends) and "input" not in name)
 
 

@@ -168,6 +168,8 @@ FAMILIES: dict[str, Family] = {
     "hy_v4": Family("hy_v4", "HYV4ForCausalLM", {"swiglu_limit": 1.5}),
     "hy_v4_vl_text": Family("hy_v4_vl", "HYV4VLTextModel",
         {"swiglu_limit": 1.5, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}),
+    "inkling2_text": Family("inkling2", "Inkling2ForCausalLM",
+        {"mlp_gate_softcap": 0.75, "mlp_up_softcap": 1.5, "route_scale": 1.7}),
     "jamba": Family("jamba", "JambaForCausalLM"),
     "kimi_linear": Family("kimi_linear", "KimiLinearForCausalLM"),
     "kolibri1": Family("kolibri1", "Kolibri1ForCausalLM"),

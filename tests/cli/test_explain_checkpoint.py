@@ -51,15 +51,15 @@ def test_json_has_every_layer_and_each_selection_once(call_json: CallJson, tmp_p
 
 
 def test_what_is_not_served_exits_with_3_and_the_reason(call: Call, call_json: CallJson, tmp_path: Path) -> None:
-    needs("inkling2")
-    path = saved(tmp_path, "inkling2_text")
+    needs("jetmoe")
+    path = saved(tmp_path, "jetmoe")
     code, out, _ = call(f"explain --checkpoint {path}")
     assert code == 3
-    assert "its activation" in out
+    assert "it sorts tokens by expert itself" in out
     code, found = call_json(f"explain --checkpoint {path}")
     assert code == 3
     assert found["layers"][0]["selection"] is None
-    assert "its activation" in found["layers"][0]["refusal"]
+    assert "it sorts tokens by expert itself" in found["layers"][0]["refusal"]
 
 
 @pytest.mark.parametrize(("model_type", "text"), [("nonsense", "config.json': "), ("llama", "has no routed experts")])

@@ -18,8 +18,6 @@ from tests.support.tiny_models import WITHOUT_INTERFACE, experts_classes, famili
 pytestmark = pytest.mark.slow
 
 REFUSED: Final = {
-    "inkling2": r"Inkling2Experts .*: its activation \(Inkling2SoftcappedSwiGLU, gated\) is none that moereg computes",
-    "inkling2_loop": r"Inkling2LoopExperts .*: its activation \(Inkling2LoopSoftcappedSwiGLU, gated\) is none that mo",
     "jetmoe": "JetMoeMoE .*: it sorts tokens by expert itself",
     "longcat_flash": "LongcatFlashExperts .*: some of its experts return their input",
     "muse_spark": "MuseSparkExperts .*: it normalizes the output of each expert",

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import SPREAD_HEAVY
@@ -95,8 +95,16 @@ def copy_rows_reference(hidden_states: torch.Tensor, route_row: torch.Tensor) ->
     return hidden_states.repeat_interleave(top_k, dim=0)[valid][order]
 
 
-def activate_reference(x: torch.Tensor, activation: str, alpha: float) -> torch.Tensor:
+def softcap_reference(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """`cap * tanh(x / cap)` in torch, or x without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def activate_reference(x: torch.Tensor, constant: ActivationConstant) -> torch.Tensor:
     """The function of a gate, or of x where there is none, in torch."""
+    activation, alpha = constant.name, constant.alpha
+    if activation == "situ":
+        return softcap_reference(x, constant.gate_softcap) * torch.sigmoid(x)
     if activation in ("silu", "swigluoai"):
         return x * torch.sigmoid(alpha * x)
     if activation == "gelu":
@@ -119,8 +127,8 @@ def gate_up_reference(
     """The result of `gate_up_gemm`, expert by expert: [valid routes, I] fp32 in sorted order, not rounded."""
     offsets = plan.expert_offsets.tolist()
     num_columns = w13.shape[1]
-    activation, gated, alpha, beta, limit = epilogue.activation
-    assert activation is not None
+    constant, limit = epilogue.activation, epilogue.activation.limit
+    gated = constant.gated
     out = hidden_states.new_empty(offsets[-1], num_columns // (2 if gated else 1), dtype=torch.float32)
     for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
         routes = plan.sorted_routes[row:end].long()
@@ -133,9 +141,10 @@ def gate_up_reference(
             gate, up = x.chunk(2, dim=1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            out[row:end] = activate_reference(gate, activation, alpha) * (up + beta)
+            up = softcap_reference(up, constant.up_softcap) + constant.beta
+            out[row:end] = activate_reference(gate, constant) * up
         else:
-            out[row:end] = activate_reference(x, activation, alpha)
+            out[row:end] = activate_reference(x, constant)
     return out
 
 

@@ -29,7 +29,7 @@ SLOW_CASES = dict.fromkeys(
     ),
 )
 # Registers are counted there. Elsewhere other cases have all that these do: tiles, an epilogue, the batched plan.
-SLOW_CASES["sm_90"] += ("middle", "batched_prefill")
+SLOW_CASES["sm_90"] += ("middle", "batched_prefill", "situ_prefill")
 # Of tiles too low for the largest instructions, and tall ones in the same launch.
 TALL_CASES = ("small", "tall", "batched_decode", "shard_tall")
 # Packed weights: one case of each way to restore them, and slices with either kind of scales.
@@ -77,6 +77,7 @@ MAX_REGISTERS_SM90: Final[dict[str, dict[str, int] | tuple[int, int]]] = {
     "short_routing": {"count_chunks": 31, "place_routes": 128, "reduce_sorted_rows": 48},
     "read": {"xor_words": 64},
     "one_token": (128, 118),
+    "situ_prefill": (255, 214),
     "decode": (64, 96),
     "prefill": (248, 214),
     "gpt_oss_prefill": (224, 255),
@@ -123,12 +124,12 @@ MAX_SPILL_BYTES_SM90 = {
 }
 # Of trained layers, whose kernels have the names: saving forward, then both products of rows, gradients by kind.
 MAX_REGISTERS_OF_TRAINED_SM90 = {"trained": 253, "trained_few_rows": 124, "trained_not_gated": 240}
-# 8 bytes that ptxas parks at 80 registers, as in inference.
-MAX_SPILL_BYTES_OF_TRAINED = {"trained_fp32": 8}
+# 8 bytes that ptxas parks at 80 registers, as in inference; and what two soft caps and their slopes hold at once.
+MAX_SPILL_BYTES_OF_TRAINED = {"trained_fp32": 8, "trained_situ": 144}
 # Where the product has its sum in the registers: of a gradient of 64 by 128 elements, which 4 warps add to.
-MAX_SPILL_BYTES_OF_TRAINED_SM80 = {**MAX_SPILL_BYTES_OF_TRAINED, "trained_wide_adapters": 8}
+MAX_SPILL_BYTES_OF_TRAINED_SM80 = {**MAX_SPILL_BYTES_OF_TRAINED, "trained_situ": 0, "trained_wide_adapters": 8}
 ADAPTED_CASES = ("trained_adapters", "trained_wide_adapters")
-TRAINED_CASES = ("trained_few_rows", "trained_gpt_oss", "trained_not_gated", "trained_fp32")
+TRAINED_CASES = ("trained_few_rows", "trained_gpt_oss", "trained_not_gated", "trained_situ", "trained_fp32")
 SLOW_TRAINED_CASES = {
     "sm_90": (*TRAINED_CASES, *ADAPTED_CASES),
     "sm_80": ("trained", *TRAINED_CASES, "trained_wide_adapters"),

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from moereg.kernels.backward.activation import slopes_of_halves
 from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import (
     down_input_gradients,
@@ -71,6 +74,7 @@ LAYERS = [
     Layer(19, 2, 4, 130, 88, BF16, "gelu_tanh", bias=FP32, kind="out_of_range"),
     Layer(9, 4, 8, 80, 65, BF16, "swigluoai", bias=BF16),
     Layer(40, 2, 4, 65, 64, FP32, "silu(limit=0.5)", kind="one_expert"),
+    Layer(17, 2, 8, 72, 33, FP32, "situ(limit=1.5, gate_softcap=0.5, up_softcap=0.75)", bias=FP32),
     Layer(17, 2, 8, 72, 33, FP32, "relu2", bias=FP32),
     Layer(17, 1, 4, 64, 64, BF16, kind="nothing"),
 ]
@@ -111,8 +115,7 @@ class Case:
 
     @property
     def constant(self) -> ActivationConstant:
-        one = self.activation
-        return ActivationConstant(one.name, one.gated, one.alpha, one.beta, one.limit)
+        return ActivationConstant(*dataclasses.astuple(self.activation))
 
     def sorted_rows(self, size: int) -> torch.Tensor:
         """[N, size] random in the valid rows, NaN in the others."""
@@ -330,7 +333,10 @@ def test_gradients_of_biases(layer: Layer, accumulate: bool) -> None:
         case.compare(grad.tensor, before + torch.stack([addends[row:end].sum(0) for row, end in case.rows]))
 
 
-@pytest.mark.parametrize("name", ["silu(limit=1.5)", "silu(alpha=1.3,beta=0.5)", *ACTIVATIONS])
+SCALED = ["silu(limit=1.5)", "silu(alpha=1.3,beta=0.5)", "situ(beta=0.5,limit=1.5,gate_softcap=0.5,up_softcap=0.75)"]
+
+
+@pytest.mark.parametrize("name", [*SCALED, "situ(up_softcap=None)", *ACTIVATIONS])
 def test_slopes(name: str) -> None:
     """Far from zero, at both clamps and beyond them; w2 is the identity, so that only the activation is left."""
     activation = Activation.from_name(name)
@@ -340,9 +346,7 @@ def test_slopes(name: str) -> None:
     pre = pre.repeat_interleave(16, dim=1).to(DEVICE)
     width, rows = 16, len(pre)
     ids = torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE)
-    constant = ActivationConstant(
-        activation.name, activation.gated, activation.alpha, activation.beta, activation.limit
-    )
+    constant = ActivationConstant(*dataclasses.astuple(activation))
     grad_out, weights = random(rows, width, dtype=FP32), torch.ones(rows, 1, device=DEVICE)
     pre_grad = torch.full_like(pre, math.nan)
     w2, plan = torch.eye(width, device=DEVICE)[None], make_plan(ids, None, 1, 1, 16)
@@ -351,6 +355,35 @@ def test_slopes(name: str) -> None:
     activation(leaf).backward(grad_out.double())
     assert leaf.grad is not None
     torch.testing.assert_close(pre_grad.double(), leaf.grad, rtol=2e-5, atol=1e-6)
+
+
+@triton.jit
+def _slopes_kernel(gate, up, value, by_gate, by_up, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    found = slopes_of_halves(tl.load(gate + offsets), tl.load(up + offsets), ACTIVATION)
+    tl.store(value + offsets, found.value)
+    tl.store(by_gate + offsets, found.gate)
+    tl.store(by_up + offsets, found.up)
+
+
+@pytest.mark.parametrize("name", ["situ", "situ(gate_softcap=0.5, up_softcap=0.75)", "situ(up_softcap=None)"])
+def test_soft_caps_of_numbers_that_are_not_finite(name: str) -> None:
+    activation = Activation.from_name(name)
+    ends = [math.nan, -math.inf, -1e37, -80.0, -1e-6, 0.0, 1e-6, 1e37, math.inf]
+    gates = torch.tensor(ends, device=DEVICE)
+    # torch multiplies an infinite up by slopes that it has rounded to 0.
+    ups = gates if activation.up_softcap is not None else gates.clamp(-1e37, 1e37)
+    pairs = torch.cartesian_prod(gates, ups)
+    pairs = torch.cat([pairs, pairs])[:128]
+    gate, up = pairs.T.contiguous()
+    found = [torch.full_like(gate, -7) for _ in range(3)]
+    _slopes_kernel[(1,)](gate, up, *found, ACTIVATION=ActivationConstant(*dataclasses.astuple(activation)), BLOCK=128)
+    leaf = pairs.double().requires_grad_()
+    value = activation(leaf)
+    value.sum().backward()
+    assert leaf.grad is not None
+    for ours, expected in zip(found, (value.detach()[:, 0], *leaf.grad.T), strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 def test_equal_inputs_give_equal_bits_of_weights_in_any_tile() -> None:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moereg.kernels.gemm.activation import softcap
 from moereg.kernels.gemm.config import GemvConfig, GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
@@ -58,6 +59,23 @@ def test_every_tile_has_one_number_and_a_group_takes_its_columns_in_turn(num_blo
     _tiles_kernel[(num_blocks * 3,)](out, num_blocks, GROUP_M=group_m)
     groups = torch.arange(num_blocks * 3, dtype=torch.int32, device=DEVICE).split(group_m * 3)
     assert torch.equal(out, torch.cat([group.view(3, -1).t() for group in groups]))
+
+
+@triton.jit
+def _softcap_kernel(x, out, size, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offsets, softcap(tl.load(x + offsets, offsets < size, 0.0), CAP)[0], offsets < size)
+
+
+@pytest.mark.parametrize("cap", [0.75, 4.0, 25.0])
+def test_soft_caps_keep_the_digits_of_small_numbers(cap: float) -> None:
+    """As sigmoids alone, relative errors near 0 would be 5e-2."""
+    small = torch.logspace(-6, math.log10(50), 20001, device=DEVICE) * cap
+    ends = torch.tensor([0.0, 1e38, math.inf, math.nan], device=DEVICE)
+    x = torch.cat([small, -small, ends, -ends])
+    out = torch.full_like(x, -7)
+    _softcap_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), CAP=cap, BLOCK=1024)
+    torch.testing.assert_close(out.double(), cap * torch.tanh(x.double() / cap), rtol=5e-7, atol=0, equal_nan=True)
 
 
 @triton.jit
@@ -115,6 +133,7 @@ class StageCase:
 
 
 OAI = {"alpha": 1.702, "beta": 1.0, "limit": 0.7}
+CAPS = {"beta": 0.5, "limit": 1.5, "gate_softcap": 0.5, "up_softcap": 0.75}
 
 STAGE_CASES = [
     StageCase(1, 1, 4, 64, 64, BF16),
@@ -122,6 +141,8 @@ STAGE_CASES = [
     StageCase(17, 2, 4, 130, 88, BF16, "gelu_tanh", bias=FP32, weights=True, kind="out_of_range", config=SQUARE),
     StageCase(17, 4, 8, 256, 129, BF16, "swigluoai", bias=BF16, scalars=OAI),
     StageCase(63, 2, 4, 255, 64, FP32, "silu", kind="one_expert", config=SQUARE, scalars={"limit": 0.5}),
+    StageCase(17, 4, 8, 136, 72, FP32, "situ", bias=FP32, scalars=CAPS),
+    StageCase(9, 2, 4, 72, 40, BF16, "situ", config=SQUARE, scalars={"gate_softcap": 4.0}),
     StageCase(17, 2, 8, 72, 129, FP32, "relu2", bias=FP32, weights=True, config=SQUARE),
     # Rows end at the end of a step of the loop, and within one.
     StageCase(17, 2, 4, 96, 40, FP32, config=SHORT),

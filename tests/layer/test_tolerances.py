@@ -166,7 +166,7 @@ def test_the_bound_of_a_layer_reads_its_sizes() -> None:
     assert layer_tolerance(problem, 7) == layer_tolerance(problem, 7, "nvfp4")
 
 
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "silu(limit=0.5)", "gelu(limit=0.25)"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "swigluoai", "situ", "relu2", "silu(limit=0.5)", "gelu(limit=0.25)"]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

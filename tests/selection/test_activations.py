@@ -18,7 +18,11 @@ UPS = (-8.5, -0.5, 0.0, 1.25, 9.0)
 def by_hand(activation: Activation, gate: float, up: float) -> float:
     if activation.limit is not None:
         gate, up = min(gate, activation.limit), max(-activation.limit, min(up, activation.limit))
-    if activation.name == "gelu":
+    if activation.up_softcap is not None:
+        up = activation.up_softcap * math.tanh(up / activation.up_softcap)
+    if activation.gate_softcap is not None:
+        gated = activation.gate_softcap * math.tanh(gate / activation.gate_softcap) / (1 + math.exp(-gate))
+    elif activation.name == "gelu":
         gated = 0.5 * gate * (1 + math.erf(gate / math.sqrt(2)))
     elif activation.name == "gelu_tanh":
         gated = 0.5 * gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
@@ -35,6 +39,8 @@ def by_hand(activation: Activation, gate: float, up: float) -> float:
         Activation("silu", alpha=1.5, beta=0.25),
         Activation("swigluoai", alpha=1.702, beta=1.0, limit=None),
         Activation("gelu", limit=2.0),
+        Activation("situ", beta=0.25, limit=5.0, gate_softcap=0.75, up_softcap=1.5),
+        Activation("situ", gate_softcap=4),
     ],
     ids=str,
 )
@@ -66,6 +72,8 @@ def test_standard_values() -> None:
     swigluoai = ACTIVATIONS["swigluoai"]
     assert (swigluoai.alpha, swigluoai.beta, swigluoai.limit) == (1.702, 1.0, 7.0)
     assert Activation.from_name("swigluoai", limit=3.0).limit == 3.0
+    situ = ACTIVATIONS["situ"]
+    assert (situ.gate_softcap, situ.up_softcap, situ.limit, situ.beta) == (4.0, 25.0, None, 0.0)
     assert [name for name, activation in ACTIVATIONS.items() if not activation.gated] == ["relu2"]
 
 
@@ -83,6 +91,13 @@ def test_standard_values() -> None:
         ({"name": "relu2", "gated": False, "alpha": 2.0}, "inside the sigmoid, which 'relu2' does not have, got 2.0"),
         ({"name": "relu2", "gated": False, "beta": 1.0}, "added to the up half, which 'relu2' does not have, got 1.0"),
         ({"name": "relu2", "gated": False, "limit": 1.0}, "clamps gate and up, but 'relu2' is not gated; leave it out"),
+        ({"name": "situ"}, "'situ' takes a gate_softcap, got gate_softcap=None and up_softcap=None"),
+        ({"name": "situ", "gate_softcap": 0.0}, "gate_softcap must be a positive finite number or None, got 0.0"),
+        ({"name": "situ", "gate_softcap": math.inf}, "gate_softcap must be a positive finite number or None, got inf"),
+        ({"name": "situ", "gate_softcap": 4.0, "up_softcap": -1}, "up_softcap must be a positive finite number or N"),
+        ({"name": "situ", "gate_softcap": 4.0, "alpha": 2.0}, "which 'situ' does not have, got 2.0"),
+        ({"name": "silu", "gate_softcap": 4.0}, "'silu' takes no soft caps, got gate_softcap=4.0 and up_softcap=None"),
+        ({"name": "silu", "up_softcap": 25}, "'silu' takes no soft caps, got gate_softcap=None and up_softcap=25.0"),
     ],
 )
 def test_bad_values_are_refused(keywords: dict[str, object], text: str) -> None:
@@ -99,6 +114,9 @@ def test_bad_values_are_refused(keywords: dict[str, object], text: str) -> None:
         ("silu(alpha=1e-05, beta=-0.5)", Activation("silu", alpha=1e-5, beta=-0.5)),
         ("swigluoai(limit=None)", Activation("swigluoai", alpha=1.702, beta=1.0)),
         ("relu2", ACTIVATIONS["relu2"]),
+        ("situ", ACTIVATIONS["situ"]),
+        ("situ(limit=7.0, gate_softcap=1.0)", Activation("situ", limit=7, gate_softcap=1, up_softcap=25)),
+        ("situ(up_softcap=None)", Activation("situ", gate_softcap=4)),
     ],
 )
 def test_text_round_trip(text: str, value: Activation) -> None:
@@ -107,17 +125,19 @@ def test_text_round_trip(text: str, value: Activation) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["silu(limit)", "silu(limit=10.0", "silu(limit=10.0)x", "silu(gain=2.0)", "silu(limit=1.2.3)"]
+    "text",
+    ["silu(limit)", "silu(limit=10.0", "silu(limit=10.0)x", "silu(gain=2.0)", "silu(limit=1.2.3)", "situ(cap=1)"],
 )
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a name with scalars|could not convert"):
         Activation.from_name(text)
 
 
-@pytest.mark.parametrize("scalar", ["limit", "alpha", "beta"])
+@pytest.mark.parametrize("scalar", ["limit", "alpha", "beta", "gate_softcap", "up_softcap"])
 def test_scalars_that_no_tensor_takes_are_refused(scalar):
-    value = dataclasses.replace(ACTIVATIONS["swigluoai"], **{scalar: 3e38})
+    standard = ACTIVATIONS["situ" if "softcap" in scalar else "swigluoai"]
+    value = dataclasses.replace(standard, **{scalar: 3e38})
     for dtype in (torch.float32, torch.bfloat16):
         value(torch.ones(1, 4, dtype=dtype))
     with pytest.raises(ValueError, match=rf"{scalar} must be .*, got 1e\+308"):
-        dataclasses.replace(ACTIVATIONS["swigluoai"], **{scalar: 1e308})
+        dataclasses.replace(standard, **{scalar: 1e308})

@@ -86,7 +86,7 @@ def test_contradictions_are_named(changes: dict[str, Any], text: str) -> None:
         ({"placement": "round_robin"}, "unknown placement 'round_robin' (known: contiguous, map)"),
         ({"activation_format": "Batched"}, "format 'Batched', did you mean 'batched'? (known: batched, standard)"),
         ({"gradients": ["weight"]}, "did you mean 'weights'? (known: adapters, hidden_states, topk_weights, weights)"),
-        ({"activation": "silo"}, "'silo', did you mean 'silu'? (known: gelu, gelu_tanh, relu2, silu, swigluoai)"),
+        ({"activation": "silo"}, "'silo', did you mean 'silu'? (known: gelu, gelu_tanh, relu2, silu, situ, swigluoai)"),
     ],
 )
 def test_unknown_names_list_the_nearest(changes: dict[str, Any], text: str) -> None:
@@ -110,6 +110,7 @@ PROBLEMS = [
     make_problem(dtype="fp16", quant="nvfp4", activation="swigluoai", has_bias=True, exact_activations=True),
     make_problem(activation=Activation("silu", limit=10)),
     make_problem(activation=Activation("swigluoai", alpha=1e-07, beta=-2, limit=None)),
+    make_problem(activation=Activation("situ", gate_softcap=3, up_softcap=None)),
     make_problem(quant=CUSTOM_SCHEME),
     make_problem(quant=QuantScheme("weights_only", QuantFormat("int8", (1, -1)))),
     make_problem(num_local_experts=4, placement="map", activation_format="batched", max_num_tokens=17),

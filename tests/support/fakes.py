@@ -15,7 +15,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 
 EVERYTHING = Facts(
-    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "situ", "relu2"}),
     activation_scalars=True,
     swiglu_limit=True,
     activation_formats=frozenset({"standard"}),

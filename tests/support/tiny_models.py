@@ -186,6 +186,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
         for parameter_name, parameter in model.named_parameters():
             if "expert" in parameter_name and parameter.is_floating_point():
                 parameter.normal_(std=0.2)
+            # As `from_pretrained` does, without which some routers do not run.
+            if any(part in parameter_name for part in model._keep_in_fp32_modules_strict or ()):
+                parameter.data = parameter.float()
         for name, table in model.named_buffers():
             if name.endswith("tid2eid"):  # Of routing by token id; zeros name one expert twice.
                 table.copy_(torch.arange(table.numel()).reshape(table.shape) % SIZES["num_experts"])

@@ -9,6 +9,7 @@ Sizes: T tokens, K experts per token, N = T * K routes, H hidden size, I interme
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -63,11 +64,8 @@ class Interleaved(Implementation):
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        activation = self.problem.activation
         self._has_codes = self.computes.activation is not None
-        function = ActivationConstant(
-            activation.name, activation.gated, activation.alpha, activation.beta, activation.limit
-        )
+        function = ActivationConstant(*dataclasses.astuple(self.problem.activation))
         self._gate_up = gate_up_epilogue(function, self.problem.has_bias, self._has_codes)
         self._down = down_epilogue(self.problem.has_bias, self._has_codes)
         self._ready: set[GemmConfig] = set()

@@ -12,7 +12,7 @@ from moereg.backends._torch.plain import CANONICAL, Host
 from moereg.experts import ExpertInputs, Gradients, SavedShapes
 from moereg.kernels.plain.host import SortedRoutes, sort_on_host
 from moereg.kernels.plain.mlp import dtype_is_emulated
-from moereg.spec.activations import Activation
+from moereg.spec.activations import Activation, softcap
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
@@ -190,21 +190,26 @@ def activation_gradient(activation: Activation, pre: torch.Tensor, act_grad: tor
     gate, up = pre.chunk(2, dim=1)
     limit = activation.limit
     g = gate if limit is None else gate.clamp(max=limit)
-    u = up if limit is None else up.clamp(-limit, limit)
+    u = softcap(up if limit is None else up.clamp(-limit, limit), activation.up_softcap)
     if activation.name in ("gelu", "gelu_tanh"):
         approximate = "tanh" if activation.name == "gelu_tanh" else "none"
         value = torch.nn.functional.gelu(g, approximate=approximate)
         gate_grad = torch.ops.aten.gelu_backward(act_grad * (u + activation.beta), g, approximate=approximate)
     else:
-        sigmoid = torch.sigmoid(activation.alpha * g)
-        value = g * sigmoid
-        slope = sigmoid * (1 + activation.alpha * g * (1 - sigmoid))
+        sigmoid, capped = torch.sigmoid(activation.alpha * g), softcap(g, activation.gate_softcap)
+        value = capped * sigmoid
+        by_gate = _softcap_slope(capped, activation.gate_softcap)
+        slope = sigmoid * (by_gate + activation.alpha * capped * (1 - sigmoid))
         gate_grad = act_grad * (u + activation.beta) * slope
-    up_grad = act_grad * value
+    up_grad = act_grad * value * _softcap_slope(u, activation.up_softcap)
     if limit is not None:
         gate_grad = gate_grad.where(gate <= limit, 0.0)
         up_grad = up_grad.where(up.abs() <= limit, 0.0)
     return torch.cat((gate_grad, up_grad), dim=1)
+
+
+def _softcap_slope(capped: torch.Tensor, cap: float | None) -> torch.Tensor | float:
+    return 1.0 if cap is None else 1 - (capped / cap) ** 2
 
 
 def _row(weights: PermutedWeights, name: str, expert: int) -> torch.Tensor | None:

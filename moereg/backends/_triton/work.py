@@ -6,7 +6,7 @@ Sizes: T tokens, K experts per token, N = T * K routes, H hidden size, R = E * m
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -157,11 +157,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def gate_up_epilogue(problem: MoEProblem, weights: PermutedWeights) -> GateUpEpilogue:
     """The epilogue of a layer's first GEMM."""
-    activation = problem.activation
-    constant = ActivationConstant(
-        activation.name, activation.gated, activation.alpha, activation.beta, activation.limit
-    )
-    return GateUpEpilogue(constant, weights.get("w13_bias"))
+    return GateUpEpilogue(ActivationConstant(*astuple(problem.activation)), weights.get("w13_bias"))
 
 
 AnyWork = TypeVar("AnyWork", bound=Work, contravariant=True)

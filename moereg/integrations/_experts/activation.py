@@ -77,9 +77,13 @@ def _candidates(module: torch.nn.Module, is_gated: bool) -> Iterator[Activation]
     for limit, slope in itertools.product(limits, slopes):
         yield Activation("swigluoai", alpha=slope, beta=1.0, limit=limit)
         yield Activation("silu", alpha=slope, limit=limit)
+    # Modules of the activation (Inkling 2).
+    caps = (getattr(getattr(module, "act_fn", None), name, None) for name in ("gate_softcap", "up_softcap"))
+    for gate, up in itertools.product(*(_numbers(cap, ("softcap",)) for cap in caps)):
+        yield Activation("situ", gate_softcap=gate, up_softcap=up)
 
 
-def _numbers(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[float, ...]:
+def _numbers(module: object, names: tuple[str, ...]) -> tuple[float, ...]:
     values = (getattr(module, name, None) for name in names)
     return tuple(
         float(value)
@@ -89,8 +93,9 @@ def _numbers(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[float, ..
 
 
 def _probe(candidates: list[Activation], is_gated: bool) -> torch.Tensor:
-    """Probe values [N,2] for gate and up, or [N,1]: a grid around zero and beyond every candidate's limit."""
-    largest = max((candidate.limit or 0.0 for candidate in candidates), default=0.0)
+    """Probe values [N,2] for gate and up, or [N,1]: a grid around zero and beyond every candidate's limits."""
+    limits = ((one.limit, one.gate_softcap, one.up_softcap) for one in candidates)
+    largest = max((limit or 0.0 for limit in itertools.chain.from_iterable(limits)), default=0.0)
     near = torch.linspace(-6, 6, 25, device="cpu", dtype=torch.float32)
     far = torch.tensor([-2 * largest - 20, 2 * largest + 20, -0.75 * largest, 0.75 * largest], device="cpu")
     points = torch.cat([near, far])

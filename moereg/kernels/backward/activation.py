@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from moereg.kernels.gemm.activation import activate
+from moereg.kernels.gemm.activation import activate, sigmoid, softcap
 
 
 class Slopes(NamedTuple):
@@ -23,17 +23,18 @@ def slopes_of_halves(gate, up, ACTIVATION: tl.constexpr, SHORT: tl.constexpr = F
     """`Slopes` of `activate_halves`; as in torch, a clamp passes the gradient of its limit itself."""
     BETA: tl.constexpr = ACTIVATION.beta
     LIMIT: tl.constexpr = ACTIVATION.limit
-    if LIMIT is None:
-        of_gate = slopes(gate, ACTIVATION, SHORT)
-        return Slopes(of_gate.value * (up + BETA), of_gate.gate * (up + BETA), of_gate.value)
-    else:
+    at_gate, at_up = gate, up
+    if LIMIT is not None:
         # tl.where keeps NaN; tl.minimum would replace it by the limit.
-        clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
-        clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + BETA
-        of_gate = slopes(clamped_gate, ACTIVATION, SHORT)
-        by_gate = tl.where(gate > LIMIT, 0.0, of_gate.gate * clamped_up)
-        by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, of_gate.value)
-        return Slopes(of_gate.value * clamped_up, by_gate, by_up)
+        at_gate = tl.where(gate > LIMIT, LIMIT, gate)
+        at_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    of_gate = slopes(at_gate, ACTIVATION, SHORT)
+    capped, by_at_up = softcap(at_up, ACTIVATION.up_softcap, SHORT)
+    by_gate, by_up = of_gate.gate * (capped + BETA), of_gate.value * by_at_up
+    if LIMIT is not None:
+        by_gate = tl.where(gate > LIMIT, 0.0, by_gate)
+        by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, by_up)
+    return Slopes(of_gate.value * (capped + BETA), by_gate, by_up)
 
 
 @triton.jit
@@ -41,31 +42,14 @@ def slopes(x, ACTIVATION: tl.constexpr, SHORT: tl.constexpr = False):
     """`Slopes` of `activate` at fp32 `x`, which is not gated; SHORT: with a sigmoid in few instructions of NVIDIA's."""
     NAME: tl.constexpr = ACTIVATION.name
     ALPHA: tl.constexpr = ACTIVATION.alpha
-    if NAME == "silu" or NAME == "swigluoai":
-        sigmoid = _short_sigmoid(x, ALPHA) if SHORT else 1.0 / (1.0 + tl.exp(-ALPHA * x))
-        by_x = sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
-        return Slopes(x * sigmoid, by_x, by_x)
+    if NAME == "silu" or NAME == "swigluoai" or NAME == "situ":
+        gate = sigmoid(x, ALPHA, SHORT)
+        capped, slope = softcap(x, ACTIVATION.gate_softcap, SHORT)
+        by_x = gate * (slope + ALPHA * capped * (1.0 - gate))
+        return Slopes(capped * gate, by_x, by_x)
     else:
         by_x = _slope(x, ACTIVATION)
         return Slopes(activate(x, ACTIVATION), by_x, by_x)
-
-
-@triton.jit
-def _short_sigmoid(x, ALPHA: tl.constexpr):
-    """`1 / (1 + exp(-ALPHA * x))` with a relative error below 1e-5.
-
-    What is compiled of tl.exp and a division takes three times as many instructions, which scale numbers that cannot
-    occur: the sum is at least 1, and a power of two that is too small for it counts as 0.
-    """
-    POWER: tl.constexpr = -1.4426950408889634 * ALPHA
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
-        "=f,f",
-        [x * POWER],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit

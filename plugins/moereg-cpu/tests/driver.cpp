@@ -191,8 +191,10 @@ int main() {
                 layer.num_experts = 4;
                 layer.num_local_experts = 3;
                 layer.top_k = 2;
-                layer.activation = runs % 4;
+                layer.activation = runs % 5;
                 layer.alpha = 1;
+                layer.gate_softcap = 4;
+                layer.up_softcap = 25;
                 const int32_t halves = layer.activation == MOEREG_CPU_RELU2 ? 1 : 2;
                 const Tensors w13 = fill(layer.w13, scheme, 3, halves * size[1], size[0], halves);
                 const Tensors w2 = fill(layer.w2, scheme, 3, size[0], size[1], 1);

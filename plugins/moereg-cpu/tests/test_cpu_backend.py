@@ -138,7 +138,13 @@ def test_long_rows(name: str, table: str) -> None:
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize(
     "activation",
-    ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "silu(alpha=1.3, limit=0.5)", "gelu(beta=0.5, limit=2.0)"],
+    [
+        *library.ACTIVATIONS,
+        "silu(alpha=1.3, limit=0.5)",
+        "gelu(beta=0.5, limit=2.0)",
+        "situ(beta=0.5, limit=2.0, gate_softcap=0.5, up_softcap=0.75)",
+        "situ(up_softcap=None)",
+    ],
 )
 def test_activations(activation: str, table: str) -> None:
     problem = MoEProblem(**SIZES, activation=activation, has_bias=True, dtype="float32")

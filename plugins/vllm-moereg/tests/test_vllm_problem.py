@@ -155,9 +155,9 @@ def test_weights_that_are_left_to_vllm_have_their_reason(reason: str) -> None:
 
 
 def test_all_reasons_are_said() -> None:
-    changes = {"config.moe_backend": "triton", f"{ENGINE}.use_ubatching": True, "config.activation.value": "situ"}
+    changes = {"config.moe_backend": "triton", f"{ENGINE}.use_ubatching": True, "config.activation.value": "swiglustep"}
     found = [reason.rpartition("got ")[2] for reason in described(changes, method_of("QuarkMoEMethod"))]
-    assert found == ["--moe-backend triton", "--enable-dbo or --ubatch-size", "QuarkMoEMethod", "situ"]
+    assert found == ["--moe-backend triton", "--enable-dbo or --ubatch-size", "QuarkMoEMethod", "swiglustep"]
 
 
 def rounded(self: Any, hidden_size: int, intermediate_size: int, *_: Any) -> tuple[int, int]:
@@ -228,6 +228,16 @@ def test_activations(name: str, scalars: tuple[float | None, ...], expected: Act
     assert isinstance(found, Described)
     assert found.problem.activation == expected
     assert found.is_interleaved == (name == "swigluoai")
+
+
+@pytest.mark.parametrize(
+    ("caps", "expected"), [((3.0, 20.0), (3.0, 20.0)), ((4.0, None), (4.0, None)), ((None, None), (1.0, None))]
+)
+def test_soft_caps(caps: tuple[float | None, ...], expected: tuple[float | None, ...]) -> None:
+    names = ("config.activation_situ_beta", "config.activation_situ_linear_beta")
+    found = described({"config.activation.value": "situ", **dict(zip(names, caps, strict=True))})
+    assert isinstance(found, Described)
+    assert found.problem.activation == Activation("situ", gate_softcap=expected[0], up_softcap=expected[1])
 
 
 @pytest.mark.parametrize(

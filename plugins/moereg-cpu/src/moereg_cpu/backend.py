@@ -146,6 +146,8 @@ class _CpuExperts(Experts):
             alpha=activation.alpha,
             beta=activation.beta,
             limit=activation.limit or 0.0,
+            gate_softcap=activation.gate_softcap or 0.0,
+            up_softcap=activation.up_softcap or 0.0,
         )
 
 

@@ -17,7 +17,7 @@ ISA_VARIABLE: Final = "MOEREG_CPU_ISA"
 
 PATH: Final = Path(__file__).parent / "libmoereg_cpu.so"
 
-_API: Final = 2
+_API: Final = 3
 
 _pointer, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -33,7 +33,7 @@ FORMATS: Final = {
 }
 """Numbers of element types, by torch's names and moereg's."""
 
-ACTIVATIONS: Final = {"silu": 0, "swigluoai": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+ACTIVATIONS: Final = {"silu": 0, "swigluoai": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "situ": 4}
 
 
 class Matrix(ctypes.Structure):
@@ -75,6 +75,8 @@ class Layer(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("gate_softcap", ctypes.c_float),
+        ("up_softcap", ctypes.c_float),
     )
 
 

@@ -33,27 +33,34 @@ class Described(NamedTuple):
     is_interleaved: bool
 
 
-def _gate(name: str) -> Callable[[Any], Activation]:
-    return lambda layer: Activation(name, limit=layer.swiglu_limit if name == "silu" else None)
+def _gate(name: str) -> Callable[[Any, Any], Activation]:
+    return lambda layer, config: Activation(name, limit=layer.swiglu_limit if name == "silu" else None)
 
 
-def _uninterleaved(layer: Any) -> Activation:
+def _uninterleaved(layer: Any, config: Any) -> Activation:
     alpha, beta = (1.0 if layer.swiglu_alpha is None else layer.swiglu_alpha), layer.swiglu_beta or 0.0
     return Activation("swigluoai", alpha=alpha, beta=beta, limit=layer.swiglu_limit)
 
 
-ACTIVATIONS: Final[Mapping[str, Callable[[Any], Activation]]] = MappingProxyType(
+def _softcapped(layer: Any, config: Any) -> Activation:
+    # vLLM's modules take an absent cap of the gate for 1.
+    caps = config.activation_situ_beta or 1.0, config.activation_situ_linear_beta
+    return Activation("situ", gate_softcap=caps[0], up_softcap=caps[1])
+
+
+ACTIVATIONS: Final[Mapping[str, Callable[[Any, Any], Activation]]] = MappingProxyType(
     {
         "silu": _gate("silu"),
         "gelu": _gate("gelu"),
         "gelu_tanh": _gate("gelu_tanh"),
         # vLLM's kernels have gpt-oss's numbers built in.
-        "swigluoai": lambda layer: Activation.from_name("swigluoai"),
+        "swigluoai": lambda layer, config: Activation.from_name("swigluoai"),
         "swigluoai_uninterleave": _uninterleaved,
-        "relu2_no_mul": lambda layer: Activation.from_name("relu2"),
+        "situ": _softcapped,
+        "relu2_no_mul": lambda layer, config: Activation.from_name("relu2"),
     }
 )
-"""moereg's activation of a layer, by the value of vLLM's `MoEActivation`."""
+"""moereg's activation of a layer and its `FusedMoEConfig`, by the value of vLLM's `MoEActivation`."""
 
 _INTERLEAVED: Final = "swigluoai"
 _PLAIN: Final = ("silu", "gelu", "gelu_tanh")
@@ -82,7 +89,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
         reasons.append(str(declined))
     name = config.activation.value
     if name in ACTIVATIONS:
-        activation = ACTIVATIONS[name](layer)
+        activation = ACTIVATIONS[name](layer, config)
     else:
         reasons.append(f"requires an activation of {', '.join(ACTIVATIONS)}, got {name}")
     intermediate_size = config.intermediate_size_per_partition

@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of the structures or functions below.
-#define MOEREG_CPU_API 2
+#define MOEREG_CPU_API 3
 
 enum moereg_cpu_format {
     MOEREG_CPU_F32 = 0,
@@ -28,6 +28,7 @@ enum moereg_cpu_activation {
     MOEREG_CPU_GELU = 1,
     MOEREG_CPU_GELU_TANH = 2,
     MOEREG_CPU_RELU2 = 3,  // without a gate
+    MOEREG_CPU_SITU = 4,
 };
 
 // One of a layer's two matrices, [experts, rows, columns], in canonical order.
@@ -63,6 +64,8 @@ struct moereg_cpu_layer {
     float alpha;
     float beta;
     float limit;
+    float gate_softcap;  // of situ
+    float up_softcap;    // of situ, or 0 for none
 };
 
 // How to run a function on several threads: OpenMP's own entry points, out of the runtime that the process has loaded.
