@@ -244,18 +244,6 @@ class Experts(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} computes no gradients")
 
-    def reads_quantized(self, weights: ExpertWeights, inputs: ExpertInputs, rows: torch.Tensor) -> bool:
-        """Whether a call that trains above frozen quantized weights takes them, canonical, in place of restored ones.
-
-        Their layout in that call is the scheme's name.
-
-        Args:
-            weights: The quantized weights.
-            inputs: Of the call.
-            rows: [T,H], the hidden states, or in a backward pass the gradient of the output.
-        """
-        return False
-
     def backward_workspace_shapes(
         self, problem: MoEProblem, num_tokens: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:

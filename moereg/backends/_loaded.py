@@ -75,10 +75,6 @@ class Implementation(abc.ABC):
         """See `Experts.apply_saving`."""
         raise NotImplementedError(f"{type(self).__name__} computes no gradients")
 
-    def reads_quantized(self, weights: ExpertWeights, inputs: ExpertInputs, rows: torch.Tensor) -> bool:
-        """See `Experts.reads_quantized`."""
-        return False
-
     def backward_workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See `Experts.backward_workspace_shapes`."""
         return self.workspace_shapes(num_tokens)
@@ -131,9 +127,6 @@ class LoadedExperts(Experts):
         workspace2: torch.Tensor,
     ) -> None:
         self.implementation.run_saving(Call(out, inputs, weights, workspace13, workspace2), saved)
-
-    def reads_quantized(self, weights: ExpertWeights, inputs: ExpertInputs, rows: torch.Tensor) -> bool:
-        return self.implementation.reads_quantized(weights, inputs, rows)
 
     def backward_workspace_shapes(
         self, problem: MoEProblem, num_tokens: int

@@ -18,7 +18,6 @@ class RestoredExperts(Experts):
 
     A layer keeps the quantized tensors in canonical order. Each call restores them into memory that all layers share:
     forward, and once more backward if another layer's are there, as they are unless the layer was just recomputed.
-    Calls whose class decodes them on the way need neither.
 
     Attributes:
         inner: The class's experts, made for the unquantized layer. They read layout `canonical`.
@@ -64,12 +63,6 @@ class RestoredExperts(Experts):
     def _run(self, step: str, weights: PermutedWeights, **others: Any) -> None:
         held: dict[str, Any] = {**weights.per_expert, **weights.shared}
         quantized = ExpertWeights.unchecked(held, self.problem.quant)
-        if step != "apply":
-            inputs = others["inputs"]
-            if self.inner.reads_quantized(quantized, inputs, others.get("grad_out", inputs.hidden_states)):
-                read = PermutedWeights(self.problem.quant.name, quantized.tensors())
-                getattr(self.inner, step)(weights=read, **others)
-                return
         places = tuple(tensor.data_ptr() for tensor in quantized.tensors().values())
         found, is_there = WORKSPACES.take_for(places, self._sizes, self.problem.torch_dtype, quantized.w13.device)
         # Only between a forward pass and its backward pass are weights known not to change.

@@ -18,15 +18,13 @@ from moereg.backends._triton import plain
 from moereg.backends._triton.training_products import (
     NUM_COUNTERS,
     Products,
-    coded_format,
     fits_hopper,
     hopper_guard,
     max_partials,
-    multiplied,
 )
 from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends._workspace import Piece, bytes_of, cut
-from moereg.experts import ExpertInputs, Gradients, SavedShapes
+from moereg.experts import Gradients, SavedShapes
 from moereg.kernels.backward.config import (
     MIN_DOWN_INPUT_BLOCK_N,
     MIN_TRAINING_BLOCK_M,
@@ -36,8 +34,6 @@ from moereg.kernels.backward.config import (
 from moereg.kernels.backward.products import LowRank, expanding, low_rank_rows
 from moereg.kernels.backward.weights import bias_gradients, routing_gradients, weight_gradients
 from moereg.kernels.hopper import config as hopper_config
-from moereg.kernels.hopper.coded import CHUNK
-from moereg.kernels.hopper.config import MAX_DECODED_ROWS
 from moereg.kernels.hopper.training_gemm import clear
 from moereg.kernels.launch import device as limits
 from moereg.kernels.launch.remembered import launch_remembered
@@ -45,11 +41,8 @@ from moereg.kernels.rows.plan import RoutePlan, plan_in, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _GRADIENTS: Final = tuple(field.name for field in dataclasses.fields(Gradients) if field.name != "accumulate")
-_WEIGHTS: Final = ("w13", "w2", "w13_bias", "w2_bias")
-_CODED: Final = ("w13_scale", "w2_scale", "w13_zero_point", "w2_zero_point")
 _COUNTERS: Final = Piece((NUM_COUNTERS,), torch.int32)
 
 
@@ -88,10 +81,10 @@ class Training(plain.Standard):
 
     def _forward(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
         problem, inputs, weights, pre = self.problem, call.inputs, call.weights, saved["pre"]
-        configs, num_tokens = self._configs(call.inputs), len(inputs.topk_ids)
+        configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         counts = problem.num_experts, problem.num_local_experts
-        on_hopper = self._fits_hopper(inputs, configs, (inputs.hidden_states,), (*_contiguous(weights), pre))
-        heavy_first = self._heavy_first(inputs) if on_hopper else False
+        on_hopper = self._fits_hopper(call, configs, (inputs.hidden_states,), pre)
+        heavy_first = self._heavy_first(call) if on_hopper else False
         sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, saved["plan"]
         plan = sort_routes(*sorting, heavy_first=heavy_first)
         given = plan, configs, self._guard(num_tokens)
@@ -103,11 +96,11 @@ class Training(plain.Standard):
         w13_part = w2_part = None
         if w13_adapter is not None:
             w13_part = w13_adapter.part(saved["w13_low"], inputs.hidden_states, plan, configs, problem.top_k)
-        products.gate_up(act, pre, inputs.hidden_states, multiplied(weights, "w13"), epilogue, problem.top_k, w13_part)
+        products.gate_up(act, pre, inputs.hidden_states, weights["w13"], epilogue, problem.top_k, w13_part)
         if w2_adapter is not None:
             w2_part = w2_adapter.part(w2_low, products.rows_of(act), plan, configs)
         # Weighted before they are rounded, as float16 needs it.
-        products.down(rows, act, multiplied(weights, "w2"), inputs.topk_weights, weights.get("w2_bias"), w2_part)
+        products.down(rows, act, weights["w2"], inputs.topk_weights, weights.get("w2_bias"), w2_part)
         reduce_sorted_rows(call.out, products.rows_of(rows), plan.route_row, None)
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
@@ -121,24 +114,23 @@ class Training(plain.Standard):
         tensors = (
             *(call.out, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map),
             *(call.workspace13, call.workspace2, *(saved.get(name) for name in ("pre", "plan", "w13_low"))),
-            *(call.weights.get(name) for name in (*_WEIGHTS, *_CODED)),
+            *(call.weights.get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")),
             *(getattr(adapters, name, None) for name in ADAPTER_TENSORS),
             *(getattr(grads, name) for name in _GRADIENTS),
         )
         scalings = () if adapters is None else (adapters.w13_scaling, adapters.w2_scaling)
-        launch_remembered((what, self.layer_key, call.weights.layout), launches, tensors, (grads.accumulate, *scalings))
+        launch_remembered((what, self.layer_key), launches, tensors, (grads.accumulate, *scalings))
 
     def _backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         problem, inputs, weights, grad_out = self.problem, call.inputs, call.weights, call.out
-        configs, num_tokens = self._configs(call.inputs), len(inputs.topk_ids)
+        configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         plan = plan_in(saved["plan"], inputs.topk_ids.numel(), problem.num_local_experts, configs.block_m)
         first, second = call.workspace13.view(torch.uint8), call.workspace2.view(torch.uint8)
         pre_grad, act = cut(first, self._pre_gradient(num_tokens), self._activation(num_tokens))
         low = self._low(num_tokens)
         pieces = self._rows(num_tokens), low, low, low, self._partials(num_tokens), _COUNTERS
         rows, w13_low, w2_low, w2_low_grad, partials, counters = cut(second, *pieces)
-        tokens, contiguous = (grad_out, inputs.hidden_states), (*_contiguous(weights), saved["pre"])
-        on_hopper = self._fits_hopper(inputs, configs, tokens, contiguous)
+        on_hopper = self._fits_hopper(call, configs, (grad_out, inputs.hidden_states), saved["pre"])
         if on_hopper:
             clear(counters)
         products = Products(plan, configs, self._guard(num_tokens), counters if on_hopper else None)
@@ -156,7 +148,7 @@ class Training(plain.Standard):
                 act if needs_act else None,
                 partials if grads.topk_weights is not None else None,
                 grad_out,
-                multiplied(weights, "w2"),
+                weights["w2"],
                 saved["pre"],
                 inputs.topk_weights,
                 gate_up_epilogue(problem, weights).activation,
@@ -169,7 +161,7 @@ class Training(plain.Standard):
         if w13_adapter is not None and needs_pre_grad:
             w13_part = w13_adapter.part(w13_low, sorted_pre_grad, plan, configs, of_gradient=True)
         if grads.hidden_states is not None:
-            products.gate_up_input(rows, pre_grad, multiplied(weights, "w13"), w13_part)
+            products.gate_up_input(rows, pre_grad, weights["w13"], w13_part)
             reduce_sorted_rows(grads.hidden_states, products.rows_of(rows), plan.route_row, None)
         named: dict[str, Any] = {"top_k": problem.top_k, "accumulate": grads.accumulate}
         if grads.w13 is not None:
@@ -201,50 +193,36 @@ class Training(plain.Standard):
     def _pre_columns(self) -> int:
         return self.problem.activation.num_halves * self.problem.intermediate_size
 
-    def reads_quantized(self, weights: ExpertWeights, inputs: ExpertInputs, rows: torch.Tensor) -> bool:
-        fmt, sizes = weights.scheme.weight, (self.problem.hidden_size, self.problem.intermediate_size)
-        if fmt is None or coded_format(fmt) is None or any(size % CHUNK.value for size in sizes):
-            return False
-        if self._rows_per_expert(inputs) > MAX_DECODED_ROWS:
-            return False
-        held, configs = weights.tensors(), self._configs(inputs)
-        if not all(held[name].is_contiguous() for name in _CODED if name in held):
-            return False
-        contiguous = tuple(held.get(name) for name in _WEIGHTS)
-        return self._fits_hopper(inputs, configs, (rows, inputs.hidden_states), contiguous)
-
-    def _configs(self, inputs: ExpertInputs) -> TrainingConfigs:
+    def _configs(self, call: Call) -> TrainingConfigs:
         element_bytes = self.problem.torch_dtype.itemsize
-        shared_bytes = limits.max_shared_bytes(inputs.hidden_states.device)
-        return select_training_configs(self._rows_per_expert(inputs), element_bytes, shared_bytes)
+        shared_bytes = limits.max_shared_bytes(call.out.device)
+        return select_training_configs(self._rows_per_expert(call), element_bytes, shared_bytes)
 
     def _plan_words(self, num_tokens: int) -> int:
         problem = self.problem
         return route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_TRAINING_BLOCK_M)
 
     def _fits_hopper(
-        self,
-        inputs: ExpertInputs,
-        configs: TrainingConfigs,
-        tokens: tuple[torch.Tensor, ...],
-        contiguous: tuple[torch.Tensor | None, ...],
+        self, call: Call, configs: TrainingConfigs, tokens: tuple[torch.Tensor, ...], pre: torch.Tensor
     ) -> bool:
-        """Whether a pass that gathers rows of these tokens and reads those tensors takes Hopper's products."""
-        if not self._guard(len(inputs.topk_ids)):
+        """Whether a pass that gathers rows of these tokens takes Hopper's products."""
+        if not self._guard(len(call.inputs.topk_ids)):
             return False
+        inputs, weights = call.inputs, call.weights
+        contiguous = weights["w13"], weights["w2"], weights.get("w13_bias"), weights.get("w2_bias"), pre
         adapters = tuple(getattr(inputs.adapters, name, None) for name in ADAPTER_TENSORS)
         # Low-rank rows of a narrower adapter are as far apart as those of the widest.
         if inputs.adapters is not None and self.problem.adapter_rank % 8:
             return False
         return all(fits_hopper(configs.block_m, one, contiguous, adapters) for one in tokens)
 
-    def _heavy_first(self, inputs: ExpertInputs) -> int:
+    def _heavy_first(self, call: Call) -> int:
         """In which order tiles are fastest, as in inference."""
         columns, num_experts = self._pre_columns, self.problem.num_local_experts
-        return hopper_config.select_config(self._rows_per_expert(inputs), columns, num_experts).heavy_first
+        return hopper_config.select_config(self._rows_per_expert(call), columns, num_experts).heavy_first
 
-    def _rows_per_expert(self, inputs: ExpertInputs) -> float:
-        return inputs.topk_ids.numel() / self.problem.num_experts
+    def _rows_per_expert(self, call: Call) -> float:
+        return call.inputs.topk_ids.numel() / self.problem.num_experts
 
     def _guard(self, num_tokens: int) -> int:
         """Rows in front of sorted rows, where a call of so many tokens may take Hopper's products; or 0."""
@@ -280,10 +258,6 @@ class Training(plain.Standard):
     def _numel(self, *pieces: Piece) -> tuple[int]:
         """Elements of the problem's dtype, in one dimension."""
         return (bytes_of(pieces) // self.problem.torch_dtype.itemsize,)
-
-
-def _contiguous(weights: PermutedWeights) -> tuple[torch.Tensor | None, ...]:
-    return tuple(weights.get(name) for name in _WEIGHTS)
 
 
 class _Adapter(NamedTuple):

@@ -5,7 +5,6 @@ Buffers of sorted rows begin with `guard` unused ones, or none, for Hopper's cli
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,15 +15,10 @@ from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper import training_gemm, training_weights
-from moereg.kernels.hopper.coded import CHUNK, CodedFormat, CodedMatrix
 from moereg.kernels.hopper.config import MIN_TRAINED_ROWS, TRAINED
 from moereg.kernels.launch.remembered import POINTER_ALIGNMENT
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
-from moereg.spec.quant_schemes import WHOLE, QuantFormat, get_scheme
-from moereg.weights.elements import pack_nibbles
-from moereg.weights.formats import element_of
-from moereg.weights.permuted import CANONICAL, PermutedWeights
 
 _CHUNK: Final = 8
 """Elements of a 16-byte copy."""
@@ -35,10 +29,7 @@ NUM_COUNTERS: Final = 4
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a call, over rows of one plan: by Hopper's own kernels, or by those for any GPU and dtype.
-
-    Weights are what `multiplied` gives: tensors, or a `CodedMatrix` for Hopper's kernels.
-    """
+    """The products of a call, over rows of one plan: by Hopper's own kernels, or by those for any GPU and dtype."""
 
     plan: RoutePlan  # of the call; on Hopper with tiles of 128 rows
     configs: TrainingConfigs  # of the call; read by the portable kernels
@@ -62,7 +53,7 @@ class Products:
         act: torch.Tensor,
         pre: torch.Tensor,
         hidden_states: torch.Tensor,
-        w13: Any,
+        w13: torch.Tensor,
         epilogue: GateUpEpilogue,
         top_k: int,
         low_rank: LowRank | None,
@@ -80,7 +71,7 @@ class Products:
         self,
         rows: torch.Tensor,
         act: torch.Tensor,
-        w2: Any,
+        w2: torch.Tensor,
         topk_weights: torch.Tensor,
         bias: torch.Tensor | None,
         low_rank: LowRank | None,
@@ -99,7 +90,7 @@ class Products:
         act: torch.Tensor | None,
         partials: torch.Tensor | None,
         grad_out: torch.Tensor,
-        w2: Any,
+        w2: torch.Tensor,
         pre: torch.Tensor,
         topk_weights: torch.Tensor,
         activation: ActivationConstant,
@@ -113,7 +104,9 @@ class Products:
             pre_grad, act, config = self.rows_of(pre_grad), self.rows_of(act), self.configs.down_input
             products.down_input_gradients(pre_grad, act, partials, *given, config, activation, low_rank=low_rank)
 
-    def gate_up_input(self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: Any, low_rank: LowRank | None) -> None:
+    def gate_up_input(
+        self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
+    ) -> None:
         """Writes `rows` [guard + N, H]."""
         given = self.rows_of(pre_grad), w13, self.plan
         if self.counters is not None:
@@ -174,34 +167,6 @@ def fits_hopper(
         and tokens.stride(0) % _CHUNK == tokens.shape[1] % _CHUNK == tokens.data_ptr() % POINTER_ALIGNMENT == 0
         and all(one is None or _fits(one, one.dtype) for one in contiguous)
         and all(one is None or (_fits(one, one.dtype) and one.shape[1] % _CHUNK == 0) for one in adapters)
-    )
-
-
-@functools.cache
-def coded_format(fmt: QuantFormat) -> CodedFormat | None:
-    """How Hopper's products read 4-bit weights as they are stored, or None where they do not."""
-    group = 0 if fmt.group[1] == WHOLE else fmt.group[1]
-    exponents = fmt.scale_dtype == "float8_e8m0fnu"
-    is_read = fmt.bits == 4 and fmt.group[0] == 1 and group % CHUNK.value == 0 and not fmt.global_scale
-    if not is_read or not (exponents or fmt.scale_dtype == "float32"):
-        return None
-    codes = pack_nibbles(torch.arange(16, dtype=torch.uint8))
-    # A zero point is stored as a code.
-    offset = 0 if fmt.symmetric else 8
-    values = tuple(element_of(fmt).decode(codes, 16).add(offset).tolist())
-    return CodedFormat(values, group, exponents, not fmt.symmetric)
-
-
-def multiplied(weights: PermutedWeights, name: str) -> Any:
-    """The matrices that products multiply: a tensor, or codes with their scales in the layout of a scheme."""
-    if weights.layout == CANONICAL:
-        return weights[name]
-    fmt = get_scheme(weights.layout).weight
-    coded = None if fmt is None else coded_format(fmt)
-    assert coded is not None
-    scale = weights[f"{name}_scale"]
-    return CodedMatrix(
-        weights[name], scale.view(torch.uint8) if coded.exponents else scale, weights.get(f"{name}_zero_point"), coded
     )
 
 

@@ -175,9 +175,6 @@ GATHERS_RIGHT: Final = WeightGradientConfig(block_m=256, block_n=128)
 MIN_TRAINED_ROWS: Final = 96
 """Up to this many rows per expert the portable kernels of training take tiles of 64 rows; not measured."""
 
-MAX_DECODED_ROWS: Final = 256
-"""Up to this many rows per expert training decodes 4-bit weights on the way; beyond, they are restored first."""
-
 # The L2 does not keep a larger expert matrix until the expert's next row tile.
 _L2_SHARE_BYTES: Final = 48 * 2**20
 

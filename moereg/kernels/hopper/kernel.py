@@ -35,7 +35,6 @@ from moereg.kernels.hopper.ring import (
     allocate_turns,
     consumer_warps,
     locate,
-    producer_warps,
     take_tile,
 )
 from moereg.kernels.hopper.training_consumer import STORES, consume_trained_tile
@@ -150,7 +149,6 @@ def _grouped_kernel(
     bias,
     topk_weights,
     plan,  # PlanPointers
-    codes,  # Codes
     num_tiles_n,
     group_m,
     num_steps,
@@ -198,10 +196,8 @@ def _grouped_kernel(
     if IS_TRAINED:
         LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         factors = gl.allocate_shared_memory(gl.float32, [CONSUMERS, TILE.block_m], LINE)
-    # One arrival announces the boxes' bytes or decoded weights; copies by token add one for each producer thread.
-    WARPS: gl.constexpr = producer_warps(TILE.coded)
-    IN_ORDER: gl.constexpr = 1 if TILE.coded is None else 2
-    full, empty = allocate_barriers(TILE.stages, IN_ORDER if TILE.top_k is None else 32 * WARPS + 1, CONSUMERS)
+    # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
+    full, empty = allocate_barriers(TILE.stages, 1 if TILE.top_k is None else 129, CONSUMERS)
     turns = allocate_turns(CONSUMERS)
     fence_async_shared()
     wait_for_previous(OVERLAP)
@@ -217,7 +213,7 @@ def _grouped_kernel(
     output = Output(out, staging, bias, bias_columns, row_weights, row_scale, num_columns, max_tokens,
                     pre, partials, factors, num_routes)
     operands = Operands(rows, slack_rows, weights, scales, num_columns, scale_words, num_steps,
-                        low_rows, low_weights, low_steps, saved, hidden_chunks, stride_chunks, codes)
+                        low_rows, low_weights, low_steps, saved, hidden_chunks, stride_chunks)
     # fmt: on
     all_steps = num_steps if low_rows is None else num_steps + low_steps
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
@@ -227,7 +223,7 @@ def _grouped_kernel(
                 (_consume, (output, ring, turns, order, all_steps, 0, TILE, ACTIVATION)),
                 (produce_ahead, (operands, ring, turns, order, TILE)),
             ],
-            [WARPS],
+            [4],
             [PRODUCER_REGISTERS],
         )
     elif CONSUMERS == 2:
@@ -237,7 +233,7 @@ def _grouped_kernel(
                 (_consume, (output, ring, turns, order, all_steps, 1, TILE, ACTIVATION)),
                 (produce_ahead if AHEAD else produce, (operands, ring, turns, order, TILE)),
             ],
-            [4, WARPS if AHEAD else 1],
+            [4, 4 if AHEAD else 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
@@ -257,7 +253,7 @@ def _grouped_kernel(
 # Arguments that a product may lack.
 _ABSENT: Final = dict.fromkeys(
     (
-        *("pre", "partials", "saved", "low_rows", "scales", "row_scale", "low_weights", "topk_weights", "codes"),
+        *("pre", "partials", "saved", "low_rows", "scales", "row_scale", "low_weights", "topk_weights"),
         *("low_steps", "bias_columns", "scale_words", "max_tokens", "num_routes"),
     )
 )
@@ -265,9 +261,6 @@ _ABSENT: Final = dict.fromkeys(
 # Registers per thread of each consumer and of the producer: all that 384 threads have. With 56, the producer computes
 # each token's address in the same register and stalls until it is read: the first GEMM took 5 to 8 % longer.
 _REGISTERS: Final = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
-
-# Likewise of 512 threads, where the producer decodes.
-DECODING_REGISTERS: Final = {"CONSUMER_REGISTERS": 176, "PRODUCER_REGISTERS": 80}
 
 
 def launch_product(

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moereg.kernels.hopper.coded import STEPS_AHEAD, decode_step, load_step, prefetch_steps
 from moereg.kernels.hopper.ring import (
     BLOCK_K,
     NO_TILE,
@@ -19,7 +18,6 @@ from moereg.kernels.hopper.ring import (
     locate,
     next_slot,
     next_tile,
-    producer_warps,
     reinterpret,
 )
 
@@ -47,7 +45,6 @@ class Operands(NamedTuple):
     saved: Any
     hidden_chunks: Any  # chunks of 8 elements, 16 bytes, of a token
     stride_chunks: Any  # chunks from one token to the next
-    codes: Any  # `Codes` that are decoded in place of `weights`, which then has only the boxes' shape; or None
 
 
 @gluon.constexpr_function
@@ -233,18 +230,17 @@ def _load_saved(saved, ring, slot, ready, tile, first, TILE: gl.constexpr):
 
 @gluon.jit
 def produce_ahead(operands, ring, turns, order, TILE: gl.constexpr):
-    """As `produce`, but by `producer_warps`, which prefetch the next tile; gathers tokens by route, 16 bytes at a time.
+    """As `produce`, but by four warps, which prefetch the next tile; gathers tokens by route, 16 bytes at a time.
 
     A route's row is its token's row. Where tokens are gathered, a slot's `full` waits for the bytes of the boxes and
-    for the copies of each of the producer's threads; where weights are decoded, for that in place of their bytes.
-    Behind the steps of the reduction come those of an adapter and then the saved rows, if there are any.
+    for the copies of each of the 128 threads. Behind the steps of the reduction come those of an adapter and then the
+    saved rows, if there are any.
     """
     TOP_K: gl.constexpr = TILE.top_k
     MASK_K: gl.constexpr = TILE.mask_k
     MOST: gl.constexpr = _most_of_halves(TILE.block_m, TILE.slack, TILE.bodies)
     WEIGHT_BYTES: gl.constexpr = _weight_bytes(TILE, operands.weights.block_shape, operands.scales is not None)
-    WARPS: gl.constexpr = producer_warps(TILE.coded)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     sorted_routes = order.plan.sorted_routes
     hidden_chunks, stride_chunks = operands.hidden_chunks, operands.stride_chunks
     slot = gl.to_tensor(0)
@@ -257,12 +253,10 @@ def produce_ahead(operands, ring, turns, order, TILE: gl.constexpr):
     if tile_number < num_tiles:
         following = next_tile(order.plan.tile_counter)
         tile = locate(tile_number, order, TILE.block_m, TILE.slack)
-        if TILE.coded is not None:
-            step = load_step(operands.codes, tile.expert, tile.column_tile, gl.to_tensor(0), TILE)
         if TOP_K is not None:
             low, high, slack = _load_parts(sorted_routes, tile, TILE, LAYOUT)
         while tile_number < num_tiles:
-            turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, WARPS)
+            turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
             if TOP_K is not None:
                 low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
                 high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
@@ -282,9 +276,8 @@ def produce_ahead(operands, ring, turns, order, TILE: gl.constexpr):
                 ready = ring.full.index(slot)
                 mbarrier.wait(ring.empty.index(slot), phase)
                 if TOP_K is not None:
-                    if TILE.coded is None:
-                        mbarrier.expect(ready, WEIGHT_BYTES)
-                        _load_weights(operands.weights, operands, ring, slot, ready, tile, k, TILE)
+                    mbarrier.expect(ready, WEIGHT_BYTES)
+                    _load_weights(operands.weights, operands, ring, slot, ready, tile, k, TILE)
                     _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                     if has_high:
                         high_half = ring.rows.index(2 * slot + 1)
@@ -298,24 +291,9 @@ def produce_ahead(operands, ring, turns, order, TILE: gl.constexpr):
                     async_copy.mbarrier_arrive(ready, increment_count=False)
                     tokens += BLOCK_K
                 else:
-                    _expect(ready, tile.num_rows, WEIGHT_BYTES if TILE.coded is None else 0, TILE)
-                    if TILE.coded is None:
-                        _load_weights(operands.weights, operands, ring, slot, ready, tile, k, TILE)
+                    _expect(ready, tile.num_rows, WEIGHT_BYTES, TILE)
+                    _load_weights(operands.weights, operands, ring, slot, ready, tile, k, TILE)
                     _load_rows(operands.rows, ring, slot, ready, tile.row, k, has_high, TILE)
-                if TILE.coded is not None:
-                    if k % STEPS_AHEAD == 0:
-                        ahead = k + STEPS_AHEAD
-                        is_next = ahead >= operands.num_steps
-                        expert = gl.where(is_next, next_one.expert, tile.expert)
-                        column_tile = gl.where(is_next, next_one.column_tile, tile.column_tile)
-                        prefetch_steps(operands.codes, expert, column_tile, gl.where(is_next, 0, ahead), TILE)
-                    is_last = k == operands.num_steps - 1
-                    expert = gl.where(is_last, next_one.expert, tile.expert)
-                    column_tile = gl.where(is_last, next_one.column_tile, tile.column_tile)
-                    next_k = gl.where(is_last, 0, k + 1)
-                    following_step = load_step(operands.codes, expert, column_tile, next_k, TILE)
-                    decode_step(step, ring, slot, ready, TILE)
-                    step = following_step
                 slot, phase = next_slot(slot, phase, TILE.stages)
             if operands.low_rows is not None:
                 for k in range(operands.low_steps):
@@ -326,8 +304,6 @@ def produce_ahead(operands, ring, turns, order, TILE: gl.constexpr):
                     _load_rows(operands.low_rows, ring, slot, ready, tile.row, k, has_high, TILE)
                     if TOP_K is not None:
                         async_copy.mbarrier_arrive(ready, increment_count=False)
-                    elif TILE.coded is not None:
-                        mbarrier.arrive(ready)
                     slot, phase = next_slot(slot, phase, TILE.stages)
             if operands.saved is not None:
                 for first in range(0, tile.num_rows, SAVED_ROWS):
@@ -337,4 +313,4 @@ def produce_ahead(operands, ring, turns, order, TILE: gl.constexpr):
                     async_copy.mbarrier_arrive(ready, increment_count=False)
                     slot, phase = next_slot(slot, phase, TILE.stages)
             tile = next_one
-    announce_tile(NO_TILE, turns, turn, turn_phase, WARPS)
+    announce_tile(NO_TILE, turns, turn, turn_phase, 4)

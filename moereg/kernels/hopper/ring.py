@@ -65,7 +65,6 @@ class ProductTile(NamedTuple):
     trained: str | None = None
     by_depth: bool = False  # whether neighbors in memory are columns of a weight, not steps of the reduction
     halves: int = 1  # 2 where the activation is gated, 1 where not; read where rows of the pre-activation are
-    coded: Any = None  # a `CodedFormat`: the producer decodes weights; None: it copies them
 
 
 class PlanPointers(NamedTuple):
@@ -149,12 +148,6 @@ def previous_slot(slot, STAGES: gl.constexpr):
 def consumer_warps(consumers: int) -> int:
     """Warps of a consumer: a warpgroup, or both where two are one."""
     return 8 if consumers == 1 else 4
-
-
-@gluon.constexpr_function
-def producer_warps(coded: Any) -> int:
-    """Warps of a producer that prefetches; of one that decodes so many that they hide each other's latency."""
-    return 4 if coded is None else 8
 
 
 @gluon.jit

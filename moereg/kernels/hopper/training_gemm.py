@@ -8,8 +8,6 @@ reduction for every 64 of its rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
-from moereg.kernels.hopper.coded import CodedMatrix
 from moereg.kernels.hopper.config import TRAINED, select_group_m
-from moereg.kernels.hopper.kernel import DECODING_REGISTERS, launch_product
+from moereg.kernels.hopper.kernel import launch_product
 from moereg.kernels.hopper.producer import SAVED_ROWS
 from moereg.kernels.hopper.ring import BLOCK_K
 from moereg.kernels.hopper.training_consumer import NUM_WARPS
@@ -38,7 +35,7 @@ def gate_up(
     act: torch.Tensor,
     pre: torch.Tensor | None,
     hidden_states: torch.Tensor,
-    w13: torch.Tensor | CodedMatrix,
+    w13: torch.Tensor,
     plan: RoutePlan,
     counter: torch.Tensor,
     activation: ActivationConstant,
@@ -67,13 +64,12 @@ def gate_up(
         "gate_up",
         (act, pre, None, None),
         hidden_states,
-        w13,
+        weight_map(w13, TRAINED.block_n, halves),
         plan,
         counter,
         columns,
         (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix.transpose(1, 2), halves),
         num_columns=w13.shape[1],
-        box=(halves, None),
         halves=halves,
         activation=activation,
         bias=bias,
@@ -84,7 +80,7 @@ def gate_up(
 def rows_product(
     out: torch.Tensor,
     rows: torch.Tensor,
-    weight: torch.Tensor | CodedMatrix,
+    weight: torch.Tensor,
     plan: RoutePlan,
     counter: torch.Tensor,
     *,
@@ -115,13 +111,12 @@ def rows_product(
         "rows",
         (out, None, None, None),
         rows,
-        weight,
+        weight_map(weight, TRAINED.block_n, 0, box_columns),
         plan,
         counter,
         columns,
         low,
         num_columns=out.shape[1],
-        box=(0, box_columns),
         by_depth=by_depth,
         bias=bias,
         topk_weights=topk_weights,
@@ -133,7 +128,7 @@ def down_input(
     act: torch.Tensor | None,
     partials: torch.Tensor | None,
     grad_out: torch.Tensor,
-    w2: torch.Tensor | CodedMatrix,
+    w2: torch.Tensor,
     pre: torch.Tensor,
     topk_weights: torch.Tensor,
     plan: RoutePlan,
@@ -162,13 +157,12 @@ def down_input(
         "down_input",
         (act, pre_grad, partials, tensor_map(*_by_half(pre, halves), (1, SAVED_ROWS.value, columns))),
         grad_out,
-        w2,
+        weight_map(w2, TRAINED.block_n, 0, columns),
         plan,
         counter,
         columns,
         (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, 0, columns),
         num_columns=width,
-        box=(0, columns),
         halves=halves,
         activation=activation,
         topk_weights=topk_weights,
@@ -214,14 +208,13 @@ def _launch(
     product: str,
     results: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, TensorDescriptor | None],
     rows: torch.Tensor,
-    weight: torch.Tensor | CodedMatrix,
+    weights: TensorDescriptor,
     plan: RoutePlan,
     counter: torch.Tensor,
     columns: int,
     low: tuple[TensorDescriptor | None, TensorDescriptor | None],
     *,
     num_columns: int,
-    box: tuple[int, int | None],
     halves: int = 1,
     by_depth: bool = False,
     activation: ActivationConstant | None = None,
@@ -229,10 +222,7 @@ def _launch(
     topk_weights: torch.Tensor | None = None,
     top_k: int | None = None,
 ) -> None:
-    """Launches a product: `results` are out, pre, partials and what is saved; a store has that many columns.
-
-    `box` has the last two arguments of `weight_map`.
-    """
+    """Launches a product: `results` are out, pre, partials and what is saved; a store has that many columns."""
     out, pre, partials, saved = results
     assert all(one is None or one.is_contiguous() for one in (out, pre, partials, bias, topk_weights))
     depth = rows.shape[1]
@@ -240,13 +230,9 @@ def _launch(
     low_rows, low_weights = low
     # Rows of the pre-activation's gradient are stored from the ring.
     staged = (SAVED_ROWS.value if saved else TRAINED.rows_of_store(columns)), columns
-    coded = weight if isinstance(weight, CodedMatrix) else None
-    # Of codes a map has only the boxes' shape.
-    boxed = weight.q.view(rows.dtype) if isinstance(weight, CodedMatrix) else weight
-    options: dict[str, Any] = DECODING_REGISTERS if coded else {}
     launch_product(
         rows,
-        weight_map(boxed, TRAINED.block_n, *box),
+        weights,
         plan,
         TRAINED,
         num_columns=num_columns,
@@ -262,9 +248,7 @@ def _launch(
             "trained": product,
             "by_depth": by_depth,
             "halves": halves,
-            "coded": coded.format if coded else None,
         },
-        codes=coded.arguments if coded else None,
         out=None if out is None else clipped_map(out, (1, *staged)),
         pre=None if pre is None else _pre_map(pre, halves, staged),
         partials=partials,
@@ -276,5 +260,4 @@ def _launch(
         low_steps=None if low_rows is None else triton.cdiv(low_rows.shape[1], BLOCK_K.value),
         num_routes=plan.sorted_routes.numel(),
         num_warps=8 if saved else 4,
-        **options,
     )
