@@ -429,21 +429,18 @@ class TestPeft:
             assert close(logits_of(found), logits_of(writer.eval()))
 
     @pytest.mark.parametrize("family", ["gpt_oss", "aria"])
-    @pytest.mark.parametrize("is_prepared", [False, True], ids=["registered", "prepared"])
-    def test_experts_in_other_orders(self, family: str, is_prepared: bool, steps: list[str]) -> None:
+    def test_experts_in_other_layouts_infer_on_moereg_and_train_on_transformers(
+        self, family: str, steps: list[str]
+    ) -> None:
         needs(family)
-        model, plain = pair(by_peft, family, "eager")
-        if is_prepared:
-            prepare(model, progress=False)
+        model, plain = by_peft(tiny_model(family)).eval(), by_peft(tiny_model(family)).eval()
+        prepare(model, progress=False)
         for _ in range(2):
             steps.clear()
-            assert close(logits_of(model.eval()), logits_of(plain.eval()))
-            assert steps == ["forward"] * 2
-            found = [gradients(each.train()) for each in (model, plain)]
-            assert len(found[0]) == 8
-            assert same(*found)
-            assert steps[4:] == [f"backward hidden_states topk_weights {OF_FACTORS}", f"backward {OF_FACTORS}"]
+            assert close(logits_of(model), logits_of(plain))
+            assert steps == ["infer"] * 2
             for each in (model, plain):
+                assert len(gradients(each.train())) == 8
                 torch.optim.SGD([one for one in each.eval().parameters() if one.requires_grad], lr=0.1).step()
 
     def test_attention_trains_along(self, steps: list[str]) -> None:

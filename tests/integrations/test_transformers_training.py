@@ -109,12 +109,7 @@ def test_gpt_oss_in_bf16_is_as_near_to_fp64_as_eager(is_autocast: bool, steps: l
             name: float((found[name] - truth[name]).norm() / truth[name].norm()) for name in truth
         }
     assert steps.count("forward") == 2
-    ours, theirs = distances["moereg"], distances["eager"]
-    of_layers = [name for name in truth if ".mlp." in name]
-    assert len(of_layers) == 2 * 6
-    assert all(2**-12 < ours[name] <= 2 * theirs[name] for name in of_layers)
-    # Below the experts single gradients are further off in either: what attention adds decides them.
-    assert sum(ours.values()) <= 1.25 * sum(theirs.values())
+    assert all(2**-12 < each <= 2 * distances["eager"][name] for name, each in distances["moereg"].items())
 
 
 def test_compiled_code_trains_experts_in_another_order() -> None:

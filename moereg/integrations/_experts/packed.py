@@ -39,11 +39,9 @@ class Order:
     is_alternating: bool = False
 
     @classmethod
-    def of(cls, module: torch.nn.Module, matrix: str) -> Order:
+    def of(cls, module: Any, matrix: str) -> Order:
         """That of `w13` or `w2` in a module with transformers' experts interface."""
-        is_gated = matrix == "w13" and getattr(module, "has_gate", True)
-        is_alternating = is_gated and not getattr(module, "is_concatenated", True)
-        return cls(bool(getattr(module, "is_transposed", False)), is_alternating)
+        return cls(module.is_transposed, matrix == "w13" and module.has_gate and not module.is_concatenated)
 
     def canonical(self, values: torch.Tensor) -> torch.Tensor:
         """Canonical matrices [..., rows, columns] out of the parameter's."""
