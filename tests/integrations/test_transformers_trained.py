@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from moereg.errors import ArgumentError
-from moereg.integrations._experts.serving import has_interface
 from moereg.integrations.transformers import prepare, restore
 from moereg.layer import MoEKernel
 from tests.support.live_models import PROMPT, close, eager, logits_of
@@ -49,33 +48,21 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], boun
     return found.keys() == expected.keys() and all(close(found[name], expected[name], bound) for name in expected)
 
 
-def with_odd_strides(model: Any) -> Any:
-    """Experts that moereg infers with, and does not train; classes without the interface are such anyway."""
-    for module in model.modules():
-        if has_interface(module):
-            module.down_proj.data = module.down_proj.data.transpose(1, 2).contiguous().transpose(1, 2)
-    return model
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        (
-            "mixtral",
-            "weights that are read in place must be contiguous, got down_proj with strides [1536, 1, 32]; pass "
-            "down_proj.contiguous()",
-        ),
+        ("gpt_oss", "its matrices are transposed, and moereg reads [E,2I,H] and [E,H,I] in place"),
         ("llama4", "it does not use transformers' experts interface"),
         ("dbrx", "it does not use transformers' experts interface"),
     ],
-    ids=["mixtral", "llama4", "dbrx"],
+    ids=["gpt_oss", "llama4", "dbrx"],
 )
 def test_gradients_are_those_of_transformers(
     family: str, reason: str, mode: str, kernel_calls: list[MoEKernel], caplog: pytest.LogCaptureFixture
 ) -> None:
     needs(family)
-    model, plain = (with_odd_strides(tiny_model(family)) for _ in range(2))
+    model, plain = tiny_model(family), tiny_model(family)
     way = "code" if family in WITHOUT_INTERFACE else "grouped_mm"
     if way == "grouped_mm":
         plain.set_experts_implementation("grouped_mm")
@@ -145,7 +132,7 @@ def test_a_layer_that_trains_on_its_own_code_runs_it_in_train_without_gradients_
     is_training: bool, kernel_calls: list[MoEKernel]
 ) -> None:
     """Reentrant checkpointing calls it without gradients first, and with gradients when it computes again."""
-    model = with_odd_strides(tiny_model("mixtral"))
+    model = tiny_model("gpt_oss")
     prepare(model, progress=False)
     logits_of(model.train(is_training))
     assert len(kernel_calls) == (0 if is_training else 2)
@@ -225,7 +212,7 @@ def raising(error: Exception) -> Callable[..., torch.Tensor]:
 def test_eager_trains_where_grouped_mm_does_not(
     way: Callable[..., torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    model = with_odd_strides(tiny_model("mixtral"))
+    model = tiny_model("gpt_oss")
     expected = gradients(model)
     prepare(model, progress=False)
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", way)
@@ -241,7 +228,7 @@ def test_eager_trains_where_grouped_mm_does_not(
 
 
 def test_a_lack_of_memory_is_no_reason_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_odd_strides(tiny_model("mixtral"))
+    model = tiny_model("gpt_oss")
     prepare(model, progress=False)
     error = torch.OutOfMemoryError("no memory is left")
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", raising(error))

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
-from moereg.integrations._experts.packed import Order, PackedExperts
+from moereg.integrations._experts.packed import PackedExperts
 from moereg.weights.adapters import ExpertAdapters
 
 _FACTORS: Final = "_LoraFactorsProxy"
@@ -69,7 +69,10 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
 
 
 def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
-    """Adapters of a module in a call of it, in canonical order; None if it has none, or a clause why not."""
+    """Adapters of a module in a call of it, in canonical order; None if it has none, or a clause why not.
+
+    Its parameters are canonical, or quantized.
+    """
     if not parametrize.is_parametrized(module):
         return None
     fields: dict[str, Any] = {}
@@ -77,7 +80,9 @@ def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
         factors, matrix = factors_of(module, name), _MATRICES.get(name)
         if factors is None or matrix is None:
             return _reason(module, name)
-        b, a = Order.of(module, matrix).factors(factors.left, factors.right)
+        b, a = factors.left, factors.right
+        if isinstance(factors.base, PackedExperts):
+            b, a = factors.base.form.factors(b, a)
         fields |= {f"{matrix}_a": a, f"{matrix}_b": b, f"{matrix}_scaling": factors.scaling}
     return ExpertAdapters(**fields)
 

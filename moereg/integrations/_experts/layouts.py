@@ -12,7 +12,7 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.activation import gate_function, gated_by, recognize
 from moereg.integrations._experts.adapters import parameter_of
-from moereg.integrations._experts.packed import Order, PackedExperts
+from moereg.integrations._experts.packed import PackedExperts
 from moereg.spec.activations import Activation
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
@@ -38,7 +38,6 @@ class LiveExperts:
         has_bias: Whether both matmuls have biases.
         moved: How the parameters differ from canonical tensors, as a clause; None if they are those tensors, named in
             the order w13, w2, w13_bias, w2_bias.
-        orders: Where they are those tensors in another order, how those lie that differ, by their canonical names.
     """
 
     num_experts: int
@@ -52,7 +51,6 @@ class LiveExperts:
     quant: QuantScheme | str = "unquantized"
     has_bias: bool = False
     moved: str | None = None
-    orders: Mapping[str, Order] = dataclasses.field(default_factory=dict)
 
     def problem(self, top_k: int, dtype: torch.dtype, all_experts: int | None = None, **others: Any) -> MoEProblem:
         """The layer's problem, in the weights' dtype if they have one; `all_experts` counts all ranks' experts."""
@@ -121,19 +119,6 @@ def _tensors(module: torch.nn.Module, names: Mapping[str, str]) -> dict[str, tor
     return {field: _parameter(module, name, is_computed=True).detach() for field, name in names.items()}
 
 
-def reordered(
-    fields: Mapping[str, torch.Tensor], orders: Mapping[str, Order], way: Callable[[Order, torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Tensors of experts by canonical name, put into or out of canonical order by a method of `Order`."""
-    # A bias is a matrix of one column.
-    return {
-        name: (way(orders[name], each[..., None])[..., 0] if each.dim() == 2 else way(orders[name], each))
-        if name in orders
-        else each
-        for name, each in fields.items()
-    }
-
-
 def _in_halves(rows: torch.Tensor) -> torch.Tensor:
     """Puts alternating gate and up rows [E,2I,...] one after the other."""
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
@@ -175,17 +160,18 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
     activation = recognize(module, function, is_gated)  # type: ignore[arg-type]
     rows, columns = (up.shape[2], up.shape[1]) if is_transposed else (up.shape[1], up.shape[2])
 
-    is_alternating = is_gated and not is_concatenated
-    orders = {"w13": Order(is_transposed, is_alternating), "w2": Order(is_transposed)}
-    orders |= {"w13_bias": Order(is_alternating=is_alternating)} if has_bias else {}
-
     def canonical(module: torch.nn.Module) -> ExpertWeights:
-        return ExpertWeights(**reordered(_tensors(module, names), orders, Order.canonical))  # type: ignore[arg-type]
+        fields = _tensors(module, names)
+        if is_transposed:
+            fields |= {field: fields[field].transpose(1, 2) for field in ("w13", "w2")}
+        if is_gated and not is_concatenated:
+            fields |= {field: _in_halves(fields[field]) for field in ("w13", "w13_bias") if field in fields}
+        return ExpertWeights(**fields)  # type: ignore[arg-type]
 
     moved = None
     if is_transposed:
         moved = "its matrices are transposed, and moereg reads [E,2I,H] and [E,H,I] in place"
-    elif is_alternating:
+    elif is_gated and not is_concatenated:
         moved = "its gate and up rows alternate, and moereg reads all of gate before all of up in place"
 
     if isinstance(up, PackedExperts) != isinstance(down, PackedExperts):
@@ -195,8 +181,14 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
         quant, moved, canonical = up.form.scheme, QUANTIZED, functools.partial(_unpacked, names=names)
 
     def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
-        fields = reordered({field: getattr(weights, field) for field in names}, orders, Order.stored)
-        return {names[field]: value.contiguous() for field, value in fields.items()}
+        fields = {field: getattr(weights, field) for field in names}
+        if is_gated and not is_concatenated:
+            for field in fields.keys() & {"w13", "w13_bias"}:
+                gate, up = fields[field].chunk(2, dim=1)
+                fields[field] = torch.stack([gate, up], dim=2).flatten(1, 2)
+        if is_transposed:
+            fields |= {field: fields[field].transpose(1, 2).contiguous() for field in ("w13", "w2")}
+        return {names[field]: value for field, value in fields.items()}
 
     return LiveExperts(
         num_experts=up.shape[0],
@@ -210,7 +202,6 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
         canonical=canonical,
         stored=None if isinstance(up, PackedExperts) else stored,
         moved=moved,
-        orders={} if isinstance(up, PackedExperts) else orders,
     )
 
 
@@ -225,7 +216,7 @@ def _unpacked(module: torch.nn.Module, names: Mapping[str, str]) -> ExpertWeight
             forms[field] = value.form
         else:
             fields[field] = value
-    if "w13_bias" in fields and forms["w13"].order.is_alternating:
+    if "w13_bias" in fields and forms["w13"].is_alternating:
         fields["w13_bias"] = _in_halves(fields["w13_bias"])
     return ExpertWeights.unchecked(fields, forms["w13"].scheme)
 

@@ -27,21 +27,29 @@ _NOT_SHARDED: Final = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """How matrices of a parameter lie: as canonical ones by default.
+class Form:
+    """How a parameter [E, ...] is stored.
 
     Attributes:
+        matrix: `w13` or `w2`.
+        scheme: Of the stored tensors, which are in canonical order.
+        rows, columns: Those of one canonical matrix.
+        halves: 2 for gate and up rows, else 1.
         is_transposed: Whether the parameter has [columns, rows].
         is_alternating: Whether the parameter's gate and up rows alternate.
     """
 
+    matrix: str
+    scheme: QuantScheme
+    rows: int
+    columns: int
+    halves: int = 1
     is_transposed: bool = False
     is_alternating: bool = False
 
-    @classmethod
-    def of(cls, module: Any, matrix: str) -> Order:
-        """That of `w13` or `w2` in a module with transformers' experts interface."""
-        return cls(module.is_transposed, matrix == "w13" and module.has_gate and not module.is_concatenated)
+    def shape(self, num_experts: int) -> tuple[int, int, int]:
+        """The parameter's."""
+        return (num_experts, *((self.columns, self.rows) if self.is_transposed else (self.rows, self.columns)))
 
     def canonical(self, values: torch.Tensor) -> torch.Tensor:
         """Canonical matrices [..., rows, columns] out of the parameter's."""
@@ -58,30 +66,6 @@ class Order:
         """Factors of canonical matrices, `b @ a`, out of those of the parameter, `left @ right`; autograd follows."""
         b, a = (right.transpose(-1, -2), left.transpose(-1, -2)) if self.is_transposed else (left, right)
         return dataclasses.replace(self, is_transposed=False).canonical(b), a
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How a parameter [E, ...] is stored.
-
-    Attributes:
-        matrix: `w13` or `w2`.
-        scheme: Of the stored tensors, which are in canonical order.
-        rows, columns: Those of one canonical matrix.
-        halves: 2 for gate and up rows, else 1.
-        order: The parameter's.
-    """
-
-    matrix: str
-    scheme: QuantScheme
-    rows: int
-    columns: int
-    halves: int
-    order: Order
-
-    def shape(self, num_experts: int) -> tuple[int, int, int]:
-        """The parameter's."""
-        return (num_experts, *((self.columns, self.rows) if self.order.is_transposed else (self.rows, self.columns)))
 
 
 class PackedExperts(torch.Tensor):
@@ -118,7 +102,7 @@ class PackedExperts(torch.Tensor):
         form, fmt = self.form, self.form.scheme.weight
         assert fmt is not None
         matrix = expert_matrix(self.stored, form.matrix, expert, form.halves)
-        return form.order.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), self.dtype))
+        return form.stored(dequantize_rows(matrix, fmt, form.columns, slice(None), self.dtype))
 
     def store_as(self, other: object) -> None:
         """Becomes stored as another one is."""
@@ -179,7 +163,7 @@ _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 @torch.no_grad()
 def pack(values: torch.Tensor, form: Form) -> PackedExperts:
     """Quantizes a parameter's values [E, ...], one expert after the other."""
-    matrices = (form.order.canonical(matrix).contiguous() for matrix in values.detach())
+    matrices = (form.canonical(matrix).contiguous() for matrix in values.detach())
     sizes = values.shape[0], form.rows, form.columns
     stored = quantize_matrices(form.matrix, matrices, sizes, form.scheme, form.halves, values.device)
     return PackedExperts(stored, form, values.dtype)
@@ -190,9 +174,7 @@ def packed_in(model: torch.nn.Module) -> str:
     found = [each for each in model.parameters() if isinstance(each, PackedExperts)]
     schemes = ", ".join(dict.fromkeys(each.form.scheme.name for each in found))
     size = format_bytes(sum(part.numel() * part.element_size() for each in found for part in stored_in(each)))
-    order = (
-        ", gate and up rows put one after the other" if any(each.form.order.is_alternating for each in found) else ""
-    )
+    order = ", gate and up rows put one after the other" if any(each.form.is_alternating for each in found) else ""
     return f"experts of {len(found) // 2} layers in {schemes}: {size}{order}"
 
 

@@ -9,7 +9,7 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.blocks import FoundExperts
 from moereg.integrations._experts.layouts import LiveExperts
-from moereg.integrations._experts.packed import Form, Order, PackedExperts, pack
+from moereg.integrations._experts.packed import Form, PackedExperts, pack
 from moereg.integrations._experts.serving import has_interface
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.weights.permuted import ExpertWeights
@@ -44,8 +44,10 @@ def forms_of(found: FoundExperts, scheme: QuantScheme) -> dict[str, Form]:
     """How the two matrices of a layer are stored in a scheme, by the parameters' names."""
     module, live = found.module, packable(found)
     halves, hidden, width = live.activation.num_halves, live.hidden_size, live.intermediate_size
-    up = Form("w13", scheme, halves * width, hidden, halves, Order.of(module, "w13"))
-    return {live.parameters[0]: up, "down_proj": Form("w2", scheme, hidden, width, 1, Order.of(module, "w2"))}
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    is_alternating = halves == 2 and not getattr(module, "is_concatenated", True)
+    up = Form("w13", scheme, halves * width, hidden, halves, is_transposed, is_alternating)
+    return {live.parameters[0]: up, "down_proj": Form("w2", scheme, hidden, width, is_transposed=is_transposed)}
 
 
 def quantize_layer(model: torch.nn.Module, found: FoundExperts, scheme: QuantScheme | None, dtype: torch.dtype) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -14,8 +13,8 @@ import torch
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregError, one_line
 from moereg.integrations._experts.adapters import adapters_of, parameter_of, rank_of
-from moereg.integrations._experts.layouts import LiveExperts, read_experts, reordered
-from moereg.integrations._experts.packed import FROZEN, Order, is_packed, stored_in
+from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.integrations._experts.packed import FROZEN, is_packed, stored_in
 from moereg.integrations._experts.serving import (
     NOT_IN_COMPILED_CODE,
     ServedExperts,
@@ -27,7 +26,7 @@ from moereg.integrations._experts.serving import (
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import check_in_place
-from moereg.layer.train_op import WEIGHTS, CallTensors, Tokens, reshaped, run_training
+from moereg.layer.train_op import WEIGHTS, reshaped, run_training
 from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
@@ -36,36 +35,11 @@ from moereg.spec.problem import GRADIENTS
 from moereg.weights.permuted import ExpertWeights
 
 
-class _Reordering:
-    """A kernel for parameters in another order: it computes on canonical copies, which last as long as a step."""
-
-    def __init__(self, kernel: MoEKernel, orders: Mapping[str, Order]) -> None:
-        self._kernel, self._orders = kernel, orders
-        self.problem, self.selection = kernel.problem, kernel.selection
-
-    def run_saving(self, tokens: Tokens, tensors: CallTensors, saved: torch.Tensor) -> torch.Tensor:
-        """As `MoEKernel` does."""
-        return self._kernel.run_saving(tokens, self._canonical(tensors), saved)
-
-    def run_backward(self, gradients: Mapping[str, torch.Tensor], *call: Any) -> None:
-        """As `MoEKernel` does."""
-        grad_out, saved, tokens, tensors = *call[:-1], self._canonical(call[-1])
-        found = {name: torch.empty_like(tensors.weights[name]) for name in self._orders.keys() & gradients.keys()}
-        self._kernel.run_backward({**gradients, **found}, grad_out, saved, tokens, tensors)
-        for name, gradient in reordered(found, self._orders, Order.stored).items():
-            gradients[name].copy_(gradient)
-
-    def _canonical(self, tensors: CallTensors) -> CallTensors:
-        weights = reordered(tensors.weights, self._orders, Order.canonical)
-        return tensors._replace(weights={name: each.contiguous() for name, each in weights.items()})
-
-
 class Trainer:
     """Differentiable calls of a module's experts.
 
     Its kernel keeps no weights: each call reads the module's parameters where they are, whoever wrote or moved them.
-    Those in another order are copied for each step. Quantized ones are frozen, and the kernel shares the tensors that
-    they are stored in.
+    Quantized ones are frozen, and the kernel shares the tensors that they are stored in.
 
     Attributes:
         problem: The layer with all gradients, of which a backward pass computes what autograd asks for.
@@ -81,9 +55,9 @@ class Trainer:
         self._selection = selection
         self.is_frozen = selection.problem.quant.weight is not None
         self._stored = _stored(module, live) if self.is_frozen else ()
-        self._kernel: MoEKernel | _Reordering | None = None
+        self._kernel: MoEKernel | None = None
 
-    def training_kernel(self) -> MoEKernel | _Reordering:
+    def training_kernel(self) -> MoEKernel:
         """The kernel, made at the first call."""
         if self._kernel is None:
             module = self._module()
@@ -92,15 +66,13 @@ class Trainer:
                 if self.is_frozen:
                     weights = self._live.canonical(module)
                 else:
-                    tensors: dict[str, Any] = reordered(self._tensors(module), self._live.orders, Order.canonical)
-                    weights = ExpertWeights(**tensors).contiguous()
+                    tensors: dict[str, Any] = self._tensors(module)
+                    weights = ExpertWeights(**tensors)
                 made = functools.partial(make_kernel, self.problem, weights, self._selection)
                 kernel = outside_pools(made, weights.w13.device)
             if not self.is_frozen:
                 kernel.held.read_from(dict)  # Each call brings its tensors.
-            self._kernel = (
-                kernel if self._live.moved is None or self.is_frozen else _Reordering(kernel, self._live.orders)
-            )
+            self._kernel = kernel
         return self._kernel
 
     def serves(self, module: torch.nn.Module) -> bool:
@@ -125,7 +97,7 @@ class Trainer:
         return reshaped(out, hidden_states.shape).to(hidden_states.dtype)
 
     def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters by canonical name, whatever adapters add to them, as autocast has them."""
+        """The canonical parameters by name, whatever adapters add to them, as autocast has them."""
         return {
             name: parameter_of(module, parameter).to(self.problem.torch_dtype)
             for name, parameter in zip(WEIGHTS, self._live.parameters, strict=False)
@@ -194,7 +166,7 @@ def _planned(
         if dtype is not None and live.dtype is not None:
             live = dataclasses.replace(live, dtype=str(dtype).removeprefix("torch."))
         is_frozen = is_packed(module)
-        if live.moved is not None and not is_frozen and not live.orders:
+        if live.moved is not None and not is_frozen:
             return live.moved
         device = check_servable(module, live)
         if not is_frozen:
