@@ -192,7 +192,8 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> CheckResult:
     checking = MoEKernel(problem, kernel.selection, ranges, kernel.weights, local, kernel.expert_map)
     worst, is_whole = CheckResult(), not kernel.selection.problem.gradients
     try:
-        with plain_torch():
+        # What the caller keeps of its own pass, as checkpointing does, is none of what is compared.
+        with plain_torch(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             for num_tokens, compare, trains in _comparisons(checking, weights):
                 found = _judged(checking, num_tokens, compare)
                 if found.failure:
@@ -203,6 +204,10 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> CheckResult:
             raise
         return CheckResult()
     return worst if is_whole else CheckResult()  # Nothing was seen of its gradients.
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _judged(checking: MoEKernel, num_tokens: int, compare: _Compare) -> CheckResult:

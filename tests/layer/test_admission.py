@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.backends.torch_moe import TorchTrainingExperts
@@ -250,6 +251,21 @@ def test_right_gradients_are_admitted(case: str) -> None:
     assert (record.experts, record.trains, warned) == ("TorchTrainingExperts", True, [])
     assert 0 < record.error <= record.bound
     assert kernel.selection.decisions[0].evidence == "admitted"
+
+
+@pytest.mark.usefixtures("unverified")
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_a_first_use_under_checkpointing_keeps_only_the_call(is_selective: bool) -> None:
+    """A layer's first call is often in a block that is recomputed, which must keep the same tensors again."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.moereg.moe_train.default])
+    named: dict[str, Any] = {"context_fn": contexts} if is_selective else {}
+    problem = problem_of(gradients={"hidden_states"})
+    inputs = INPUTS.hidden_states.clone().requires_grad_(), INPUTS.topk_weights, INPUTS.topk_ids
+    layer = functools.cache(lambda: make_kernel(problem, WEIGHTS))  # Made in its first call, as a MoELayer's kernel is.
+    outs = [checkpoint(lambda *given: layer()(*given), *inputs, use_reentrant=False, **named) for _ in range(2)]
+    assert len(ADMITTED.read().records) == 1
+    first, second = (torch.autograd.grad(out.sum(), inputs[0])[0] for out in outs)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(("scale", "num_local_experts"), [(3e4, 8), (1.0, 1)])
