@@ -14,9 +14,11 @@ from benches.stored import RESULTS, load
 __all__ = ["CURVE", "TABLES", "WHOLE", "curve_table", "draw_training_curve", "load_curve", "whole_training_table"]
 
 WHOLE: Final = "whole_training_h200.json"
+WHOLE_NF4: Final = "whole_training_nf4_h200.json"
+RESTORED: Final = "restored_h200.json"
 CURVE: Final = "training_curve_h200.json"
 _REFERENCE: Final = "grouped_mm-checkpoint"
-_NAMES: Final = {"grouped_mm": "PEFT on grouped_mm", "moereg": "PEFT on moereg", "moereg_4bit": "moereg, 4-bit experts"}
+_NAMES: Final = {"grouped_mm": "PEFT on grouped_mm", "moereg": "PEFT on moereg", "moereg_4bit": "PEFT on moereg, 4-bit experts"}
 _RECOMPUTED: Final = {
     "checkpoint": "layers recomputed",
     "selective": "all but the experts' products recomputed",
@@ -58,6 +60,27 @@ def whole_training_table(record: Mapping[str, Any] | None = None) -> str:
         f"rank {record['rank']}; {record['device']}, {versions}, commit {record['commit'][:7]}, {record['date']}."
     )
     return table(["side", *heads, "losses' distance", "gradients' distance"], lines) + f"\n\n{wrapped(where)}"
+
+
+def whole_nf4_table() -> str:
+    """Experts in 16 bits and in NF4: tokens a second, and memory by what needs it."""
+    record = load(WHOLE_NF4, RESULTS)
+    lines = []
+    for row in record["rows"]:
+        terms = *row["memory"].values(), row["peak_bytes"] - sum(row["memory"].values()), row["peak_bytes"]
+        experts = "NF4" if row["quantizes"] else "16 bits"
+        lines.append([experts, f"{row['tokens_per_s']:,.0f}", *(f"{value / 1e9:.1f} GB" for value in terms)])
+    heads = ["experts in", "tokens a second", *record["rows"][0]["memory"], "the rest", "peak"]
+    return f"{table(heads, lines)}\n\n{record['device']}, commit {record['commit'][:7]}, {record['date']}."
+
+
+def restored_table() -> str:
+    """The time to restore a layer, by scheme."""
+    record = load(RESTORED, RESULTS)
+    lines = [
+        [row["scheme"], f"{row['ms']:.2f} ms", f"{row['gbps'] / record['copy_gbps']:.0%}"] for row in record["restored"]
+    ]
+    return table(["scheme", "a layer of Qwen3-30B-A3B", "of a copy's rate"], lines)
 
 
 def load_curve(folder: pathlib.Path = RESULTS) -> dict[str, Any]:
@@ -112,6 +135,8 @@ def _picture() -> str:
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "whole_training": whole_training_table,
+    "whole_training_nf4": whole_nf4_table,
+    "restored": restored_table,
     "training_curve_picture": _picture,
     "training_curve": curve_table,
 }

@@ -153,7 +153,7 @@ def test_the_tab_key(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words("moereg verify tor") == ["torch"]
     assert words("moereg quantize --quant mxfp8,nvfp4_") == ["mxfp8,nvfp4_w4a16"]
     assert words("moereg run --dtype fl") == ["float16", "float32"]
-    assert words("moereg run --activation si") == ["silu"]
+    assert words("moereg run --activation si") == ["silu", "situ"]
 
 
 def test_the_shells_script(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

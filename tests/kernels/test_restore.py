@@ -105,8 +105,8 @@ def test_any_tile_writes_every_number_once(config: RestoreConfig) -> None:
 def test_rows_of_a_size_have_tiles_that_they_fill() -> None:
     config = RestoreConfig()
     assert [config.tile(size) for size in (2048, 768, 2880, 1408, 72)] == [
-        *((4, 1024), (16, 256), (4, 1024), (8, 512)),
-        (64, 64),
+        *((2, 1024), (8, 256), (2, 1024), (4, 512)),
+        (32, 64),
     ]
 
 
