@@ -43,7 +43,7 @@ help:
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests, and the C++ kernels as on 64-bit Arm'
 	@echo 'make test-aot    compiles every kernel ahead of time for every architecture: some 10 minutes, after changes to kernels'
-	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, and in an order drawn anew'
+	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-finetune  installs PEFT and TRL (0.3 GB more) and fine-tunes with them'
 	@echo 'make build-cpu   compiles the C++ kernels for CPUs, plugins/moereg-cpu: a minute; make demo and make test use them then'
 	@echo 'make test-cpu    compiles and tests them: the kit, the wheel'
@@ -89,8 +89,8 @@ test-all: $(VENV)/.test-stamp
 test-aot: $(VENV)/.test-stamp
 	$(IN_PARALLEL) -m aot $(PYTEST_ARGS)
 
-# What depends on the CPU, as on one with AVX2 alone, on an older one with two threads, and as it is in an order drawn
-# anew, whose seed is in the first lines: PYTEST_ARGS='-p randomly --randomly-seed N' repeats it.
+# What depends on the CPU, as on one with AVX2 alone, on an older one, with two threads, and on one with int8 instructions;
+# then in an order drawn anew, whose seed is in the first lines: PYTEST_ARGS='-p randomly --randomly-seed N' repeats it.
 ON_CPUS := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and $(EVERYWHERE)' $(PYTEST_ARGS)
 CPU_TESTS := tests/kernels/test_plain_*.py tests/backends/test_torch_*.py tests/layer/test_float16_range.py \
 	tests/checkpoints/test_quantized_checkpoints.py tests/selection/test_quantized_selection.py \
@@ -103,9 +103,9 @@ test-machines: $(VENV)/.test-stamp
 	$(AVX2) OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) -k 'not Triton and not Batched'
 	@echo '== old, two threads'
 	$(OLD) OMP_NUM_THREADS=2 $(ON_CPUS) $(CPU_TESTS)
-	@echo '== this CPU, one thread, in an order drawn anew'
+	@echo '== vnni, one thread, in an order drawn anew'
 	env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) \
-		-k 'not Triton and not test_a_promise_is_kept' -p randomly --randomly-dont-reset-seed
+		-k 'not Triton and (Int8 or not test_a_promise_is_kept)' --vnni -p randomly --randomly-dont-reset-seed
 
 test-finetune: $(VENV)/.finetune-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune $(call FILES_WITH,finetune) $(PYTEST_ARGS)

@@ -1,13 +1,14 @@
 """The `torch` backend on this CPU against transformers' own expert implementations, on the same weights.
 
     python -m benches.bench_torch_cpu [--shapes NAME ...] [--dtypes D ...] [--tokens T ...] [--rounds 15] [--each S]
-                                      [--json FILE]
+                                      [--busy N] [--json FILE]
 
 Every round times each implementation once, in rotated order, on inputs and routings that rotate too; a row's time is
 the median over rounds. Caches are emptied before each such call, as the rest of a model does: peers share tensors, so
 that each would find what the one before it has read. An implementation that misses the fp32 reference gets no number.
 Ceilings are measured in the same process; a row's share is the larger of its share of the matmul rate and of the memory
-bandwidth, and counts the weights of active experts only.
+bandwidth, and counts the weights of active experts only. `--busy N` measures beside N processes that compute without
+end; means count there, since what a neighbor costs is a few calls that wait long.
 
 FILE is written after each row. It keeps the rows of earlier runs with the same machine, versions, commit and settings,
 so that a table can be measured in parts; a row that is measured again is replaced. As an older CPU:
@@ -17,12 +18,14 @@ ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 before the command, and a file 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
 import json
 import math
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -102,6 +105,7 @@ class Row:
     Attributes:
         shape, dtype, num_tokens: Which.
         times_us: Median time by implementation; absent where skipped or wrong.
+        means_us: Likewise, of all calls; absent too where only one was made.
         notes: Why an implementation has no time.
         flop_share, bandwidth_share: Of the ceilings, ours.
     """
@@ -110,6 +114,7 @@ class Row:
     dtype: str
     num_tokens: int
     times_us: dict[str, float]
+    means_us: dict[str, float]
     notes: dict[str, str]
     flop_share: float
     bandwidth_share: float
@@ -120,13 +125,20 @@ class Row:
         return min((name for name in self.times_us if name != OURS), key=self.times_us.__getitem__)
 
     @property
+    def ratio_of_means(self) -> float:
+        """The smallest mean of a peer over ours; NaN where ours is wrong."""
+        peers = (mean for name, mean in self.means_us.items() if name != OURS)
+        return min(peers) / self.means_us.get(OURS, math.nan)
+
+    @property
     def ratio(self) -> float:
         """The best peer's time over ours; NaN where ours is wrong."""
         return self.times_us[self.best_peer] / self.times_us.get(OURS, math.nan)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**dataclasses.asdict(self), "best_peer": self.best_peer, "ratio": self.ratio}
+        ratios = {"ratio": self.ratio, "ratio_of_means": self.ratio_of_means}
+        return {**dataclasses.asdict(self), "best_peer": self.best_peer, **ratios}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,6 +261,7 @@ def _measure_row(
     timings = time_runs(runs, CPU, rounds, each_seconds, before=lambda: other.add_(1))
     timings |= time_runs(slow, CPU, rounds=1, seconds=0.0)
     medians = {name: timing.median_us for name, timing in timings.items()}
+    means = {name: statistics.fmean(timings[name].samples_us) for name in runs if name in timings}
     seconds = medians.get(OURS, math.nan) / 1e6
     active = statistics.mean(len(one.call.topk_ids.unique()) for one in inputs)
     expert_elements = 3 * shape.hidden_size * shape.intermediate_size
@@ -258,10 +271,23 @@ def _measure_row(
         dtype=problem.dtype,
         num_tokens=num_tokens,
         times_us=medians,
+        means_us=means,
         notes=notes,
         flop_share=flops / seconds / 1e9 / ceilings.gflops[problem.dtype],
         bandwidth_share=active * expert_elements * problem.torch_dtype.itemsize / seconds / 1e9 / ceilings.gbps,
     )
+
+
+@contextlib.contextmanager
+def neighbors(count: int) -> Iterator[None]:
+    """`count` processes that compute without end, while the block runs."""
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def _progress(text: str) -> None:
@@ -270,7 +296,7 @@ def _progress(text: str) -> None:
 
 def _table(rows: Sequence[Row]) -> str:
     header = f"{'model':<10} {'dtype':<9} {'T':>4} " + " ".join(f"{name:>10}" for name in (OURS, *PEERS))
-    columns = f"{'best peer':<10} {'ratio':>6} {'flops':>6} {'bytes':>6}"
+    columns = f"{'best peer':<10} {'ratio':>6} {'means':>6} {'flops':>6} {'bytes':>6}"
     return "\n".join([f"{header}  {columns}", *map(_line, rows)])
 
 
@@ -278,7 +304,7 @@ def _line(row: Row) -> str:
     times = " ".join(_cell(row, name) for name in (OURS, *PEERS))
     return (
         f"{row.shape:<10} {row.dtype:<9} {row.num_tokens:>4} {times}  {row.best_peer:<10} {row.ratio:>6.2f} "
-        f"{row.flop_share:>6.0%} {row.bandwidth_share:>6.0%}"
+        f"{row.ratio_of_means:>6.2f} {row.flop_share:>6.0%} {row.bandwidth_share:>6.0%}"
     )
 
 
@@ -303,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "threads": torch.get_num_threads(),
         "rounds": options.rounds,
         "each_seconds": options.each,
+        "neighbors": options.busy,
         "ceilings": dataclasses.asdict(ceilings),
     }
     try:
@@ -312,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     shapes = [shape for shape in SHAPES if shape.name in options.shapes]
     rows = []
-    with torch.inference_mode():
+    with torch.inference_mode(), neighbors(options.busy):
         for row in measure(shapes, options.dtypes, options.tokens, options.rounds, ceilings, options.each):
             rows.append(row)
             _progress(_line(row))
@@ -338,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(OURS in row.times_us for row in rows) else 1
 
 
-_SAME: Final = ("device", "versions", "commit", "instruction_set", "threads", "rounds", "each_seconds")
+_SAME: Final = ("device", "versions", "commit", "instruction_set", "threads", "rounds", "each_seconds", "neighbors")
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, int]:
@@ -353,6 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", nargs="+", type=int, default=NUM_TOKENS, help="of a call; 1 16 128 512 by default")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each implementation in a row, at most")
     parser.add_argument("--each", type=float, default=10.0, metavar="S", help="seconds for each of them, after three")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N processes that only compute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to this file")
     return parser
 

@@ -19,10 +19,15 @@ Document = dict[str, Any]
 
 _OURS: Final = "moereg"
 _NAMES: Final = (_OURS, "eager", "batched_mm", "grouped_mm")
+_BUSY: Final = "_busy"
 
 
-def _documents() -> dict[str, Document]:
-    found = {path.name: read(path) for path in sorted(RESULTS.glob("cpu_*.json"))}
+def _documents(is_busy: bool = False) -> dict[str, Document]:
+    found = {
+        path.name: read(path)
+        for path in sorted(RESULTS.glob("cpu_*.json"))
+        if path.stem.endswith(_BUSY) is is_busy and "before_after" not in path.stem
+    }
     if not found:
         raise FileNotFoundError(RESULTS / "cpu_*.json")
     return found
@@ -88,6 +93,25 @@ def _times(row: dict[str, Any]) -> list[str]:
     times = row["times_us"]
     best = min((name for name in times if name != _OURS), key=lambda name: times[name])
     return [f"{times[_OURS] / 1e3:.2f}", f"{times[best] / 1e3:.2f} ({best})", f"{times[best] / times[_OURS]:.2f}"]
+
+
+def busy_table() -> str:
+    """The same beside processes that only compute, by means of all calls."""
+    parts = []
+    for name, document in _documents(is_busy=True).items():
+        rows = []
+        for row in document["rows"]:
+            means = [row["means_us"].get(peer) for peer in _NAMES]
+            times = ["-" if mean is None else f"{mean / 1e3:.2f}" for mean in means]
+            ratios = [f"{row[key]:.2f}" for key in ("ratio_of_means", "ratio")]
+            rows.append([f"{row['shape']} {row['dtype']}", str(row["num_tokens"]), *times, *ratios])
+        labels = ("ours" if peer == _OURS else peer for peer in _NAMES)
+        header = ["layer", "T", *(f"{label} ms, mean" for label in labels), "ratio of means", "of medians"]
+        beside = (
+            f"{document['neighbors']} process running beside it, {document['rounds']} rounds. {_where(name, document)}"
+        )
+        parts.append(f"{table(header, rows)}\n\n{beside}")
+    return "\n\n".join(parts)
 
 
 _KERNELS: Final = "moereg-cpu"
@@ -214,6 +238,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "torch_cpu": summary_table,
     "torch_cpu_losses": losses_table,
     "torch_cpu_rows": rows_table,
+    "torch_cpu_busy": busy_table,
     "cpu_kernels": kernels_table,
     "cpu_kernels_rows": kernels_rows_table,
 }

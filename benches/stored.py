@@ -40,13 +40,13 @@ def beats_ceilings(shares: Iterable[float | None]) -> bool:
 
 
 def instruction_set() -> str:
-    """Instructions that torch and oneDNN may use on this CPU, such as `AVX512 with bf16` or `AVX2`."""
+    """Instructions that torch and oneDNN may use on this CPU, such as `AVX512 with bf16, int8` or `AVX2`."""
     import torch
 
     from moereg.kernels.plain import cpu
 
     found, limit = cpu.features(), os.environ.get("ONEDNN_MAX_CPU_ISA")
-    extra = [name for name in ("bf16", "fp16", "amx") if getattr(found, name)]
+    extra = [name for name in ("bf16", "fp16", "int8", "amx") if getattr(found, name)]
     text = torch.backends.cpu.get_cpu_capability() + (f" with {', '.join(extra)}" if extra else "")
     return text + (f", oneDNN limited to {limit}" if limit else "")
 

@@ -113,6 +113,19 @@ def _registry_keeps_its_backends() -> Iterator[None]:
         assert REGISTRY.by_name("torch"), "the test left the registry without the backends that it had loaded"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vnni", action="store_true", help="run as on a CPU with int8 instructions")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`--vnni`: the probe says yes in every test. A variable of torch or oneDNN makes it say no (see the Makefile)."""
+    if config.getoption("--vnni"):
+        from moereg.kernels.plain import cpu
+
+        found = dataclasses.replace(cpu.features(), int8=True)
+        cpu.features = lambda: found
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow, of each test with the mark `few`, the cases whose every value an earlier case has."""

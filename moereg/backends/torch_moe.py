@@ -40,6 +40,12 @@ _WEIGHT_ONLY: Final = tuple(
 _EMULATED: Final = tuple(scheme for scheme in QUANT_SCHEMES.values() if scheme.activation is not None)
 
 
+def _has_int8_matmul(platform: Platform) -> str | None:
+    from moereg.kernels.plain import cpu
+
+    return None if cpu.features().int8 else "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop"
+
+
 class _TorchExperts(LoadedExperts):
     """Canonical is shared: `ExpertWeights`' tensors by their names, static activation scales as one per expert."""
 
@@ -50,14 +56,24 @@ class _TorchExperts(LoadedExperts):
 
 
 # 1.35 times as fast in bf16 and 1.77 in fp32 as the best of transformers' implementations (geometric means of
-# benches/results/cpu_epyc_2threads.json), when two threads still took whole experts.
+# benches/results/cpu_epyc_2threads.json).
 @register_moe_backend(name="torch", priority=60, quant_schemes=("unquantized",), platforms=("cpu",))
 class TorchPackedExperts(_TorchExperts):
     """CPU, standard format: weights in oneDNN's layout where that is faster, active experts only."""
 
     facts = _CPU
-    layouts = ("onednn_w13_w2", "canonical")
+    layouts = ("onednn_gate_up_down", "onednn_w13_w2", "canonical")
     implemented_by = "moereg.backends._torch.plain:Host"
+
+
+@register_moe_backend(name="torch", priority=59, quant_schemes=("unquantized",), platforms=("cpu",))
+class TorchPackedBatchedExperts(_TorchExperts):
+    """CPU, batched format: as `TorchPackedExperts`, on the rows that prepare laid out for each expert."""
+
+    facts = _CPU_BATCHED
+    output_form = "per_expert"
+    layouts = TorchPackedExperts.layouts
+    implemented_by = "moereg.backends._torch.plain:HostBatched"
 
 
 # Below the packed weights, which serve what computes no gradients.
@@ -111,3 +127,27 @@ class TorchQuantizedBatchedExperts(_TorchExperts):
     facts = _CPU_BATCHED
     output_form = "per_expert"
     implemented_by = "moereg.backends._torch.quantized:RestoringBatched"
+
+
+# Above dequantizing int8 weights to 16 bits, since this skips that step. Not measured: no machine with VNNI.
+@register_moe_backend(
+    name="torch", priority=50, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
+)
+class TorchInt8Experts(_TorchExperts):
+    """CPU with int8 instructions, standard format: int8 matmuls with int32 sums."""
+
+    facts = _CPU
+    wide_intermediate = False
+    implemented_by = "moereg.backends._torch.quantized:Int8"
+
+
+@register_moe_backend(
+    name="torch", priority=49, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
+)
+class TorchInt8BatchedExperts(_TorchExperts):
+    """CPU with int8 instructions, batched format: as `TorchInt8Experts`."""
+
+    facts = _CPU_BATCHED
+    output_form = "per_expert"
+    wide_intermediate = False
+    implemented_by = "moereg.backends._torch.quantized:Int8Batched"

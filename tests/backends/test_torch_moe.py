@@ -16,6 +16,7 @@ from moereg.backends.cutlass_moe import TorchGroupedExperts
 from moereg.backends.torch_moe import (
     TorchBatchedExperts,
     TorchDenseExperts,
+    TorchPackedBatchedExperts,
     TorchPackedExperts,
 )
 from moereg.experts import ExpertInputs, Experts
@@ -32,7 +33,8 @@ from tests.cli.command import printed
 from tests.support.experts_run import CPU, run_experts, truth_of
 
 STANDARD = (TorchPackedExperts, TorchGroupedExperts, TorchDenseExperts)
-CLASSES = (*STANDARD, TorchBatchedExperts)
+BATCHED = (TorchPackedBatchedExperts, TorchBatchedExperts)
+CLASSES = (*STANDARD, *BATCHED)
 PACKING = [
     check
     for check in list_suite("torch").checks
@@ -98,9 +100,13 @@ def test_biases_of_a_bf16_layer(experts_class: type[Experts], bias_dtype: torch.
     assert error < ROUNDING_BOUNDS["bfloat16"]
 
 
+@pytest.mark.parametrize("few_summed", [0, host.FEW_SUMMED])
 @pytest.mark.parametrize("experts_class", STANDARD)
-def test_routing_weights_keep_32_bits(experts_class: type[Experts]) -> None:
+def test_routing_weights_keep_32_bits(
+    experts_class: type[Experts], few_summed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layer would refuse a token that names one expert twice; here both weights must add up."""
+    monkeypatch.setattr(host, "FEW_SUMMED", few_summed)
     problem = make_problem()
     inputs, weights = make_inputs(problem, 5, "uniform", CPU), make_weights(problem, CPU)
     inputs.topk_ids[:] = 3
@@ -221,13 +227,14 @@ def test_batched_rows_past_the_count_are_zero() -> None:
     for expert, count in enumerate(counts.tolist()):
         hidden_states[expert, :count] = 1
     inputs = ExpertInputs(hidden_states, torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.int32), counts)
-    experts = TorchBatchedExperts(problem, Platform("cpu"))
-    out = torch.full_like(hidden_states, float("nan"))
-    nothing = torch.empty(0, dtype=torch.bfloat16)
-    experts.apply(out, inputs, experts.permute_weights(weights, problem), nothing, nothing)
-    for expert, count in enumerate(counts.tolist()):
-        assert not out[expert, count:].any()
-        assert (out[expert, :count].abs().sum(1) > 0).all()
+    for experts_class in BATCHED:
+        experts = experts_class(problem, Platform("cpu"))
+        out = torch.full_like(hidden_states, float("nan"))
+        nothing = torch.empty(0, dtype=torch.bfloat16)
+        experts.apply(out, inputs, experts.permute_weights(weights, problem), nothing, nothing)
+        for expert, count in enumerate(counts.tolist()):
+            assert not out[expert, count:].any()
+            assert (out[expert, :count].abs().sum(1) > 0).all()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
 from moereg.dispatch import select_backend
 from moereg.errors import EmulationWarning
-from moereg.kernels.plain import host
+from moereg.kernels.plain import cpu, host, quantized_mlp
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
 from moereg.quantize import quantize_weights
+from moereg.selection.loader import load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
+from moereg.testing.cases import Case, build
 from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
 from moereg.weights import quantize_weights as quantize_module
 from moereg.weights.permuted import ExpertWeights
+
+SetFeatures = Callable[..., None]
 
 CPU = torch.device("cpu")
 PLATFORM = "cpu"
@@ -84,6 +90,61 @@ def test_blocks_that_do_not_divide(hidden: int, intermediate: int, activation: s
     problem = problem_of("fp8_block128", **sizes)
     weights = make_weights(problem, CPU)
     check(kernel_of(problem, weights), weights, make_inputs(problem, 9, "uniform", CPU))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("experts", [TorchInt8Experts, TorchInt8BatchedExperts])
+@pytest.mark.parametrize("sizes", [(130, 88), (33, 7), (64, 96), (1, 40), (40, 1), (1, 1)], ids=str)
+def test_int8_matmuls_on_any_cpu(experts: Any, dtype: str, sizes: tuple[int, int]) -> None:
+    """Slow without VNNI, and the same."""
+    (activation_format,) = experts.facts.activation_formats
+    problem = problem_of(
+        "int8_w8a8",
+        hidden_size=sizes[0],
+        intermediate_size=sizes[1],
+        dtype=dtype,
+        has_bias=True,
+        activation_format=activation_format,
+    )
+    weights = make_weights(problem, CPU)
+    (cell,) = [cell for cell in load_backends().cells if cell.experts is experts]
+    kernel = build(Case(cell, Platform("cpu"), problem), weights)
+    assert type(kernel.experts) is experts
+    for num_tokens in (1, 17):
+        check(kernel, weights, make_inputs(problem, num_tokens, "uniform", CPU))
+
+
+def may_be_fast() -> bool:
+    """False where oneDNN may not use VNNI: torch, which asks the CPU alone, would let it saturate."""
+    return cpu.features().int8 or not torch.cpu._is_vnni_supported()
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_int8_products_of_every_small_size(int8: bool, cpu_features: SetFeatures) -> None:
+    """torch's int8 product of a single column reads past the weights' end; oneDNN's without VNNI saturates."""
+    cpu_features(int8=int8 and may_be_fast())
+    generator = torch.Generator().manual_seed(0)
+    for depth in (*range(1, 10), 31, 32, 33):
+        for num_rows in range(1, 21):
+            for columns in (1, 2, 3, 8, 17):
+                x = torch.randint(-128, 128, (num_rows, depth), dtype=torch.int8, generator=generator)
+                weight = torch.randint(-128, 128, (columns, depth), dtype=torch.int8, generator=generator)
+                found = quantized_mlp.int8_matmul(x, weight)
+                assert torch.equal(found, (x.long() @ weight.long().t()).int()), (depth, num_rows, columns)
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_int8_sums_are_exact(int8: bool, cpu_features: SetFeatures) -> None:
+    """Sums of 33 million on the way, of which fp32 keeps every second number, to a last one of -127."""
+    cpu_features(int8=int8 and may_be_fast())
+    weight = torch.full((1, 2, 4096), 127, dtype=torch.int8)
+    weight[0, :, 2048:] = -127
+    weight[0, 0, 0] = 126
+    scale = torch.ones(1, 2, 1)
+    mlp = quantized_mlp.Int8Mlp(
+        weight, weight, scale, scale, torch.relu, lambda x: (x.to(torch.int8), torch.ones(1, 1))
+    )
+    assert mlp._linear(torch.full((1, 4096), 127.0), weight[0], scale[0], None, 0).tolist() == [[-127.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor_dynamic", "fp8_tensor_static", "nvfp4"])

@@ -1,12 +1,15 @@
-"""How a CPU runs a layer: one token or many, products of every number of rows, and rows that are not finite."""
+"""How a CPU runs few routes: without the calls of torch and numpy that many routes pay for, and to the same result."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moereg.bench.inputs import random_calls
 from moereg.dispatch import select_backend
@@ -19,6 +22,29 @@ from moereg.testing.inputs import make_weights
 
 CPU = torch.device("cpu")
 HIDDEN = 8
+
+
+@given(
+    ids=st.integers(1, 6).flatmap(
+        lambda top_k: st.lists(st.lists(st.integers(-2, 7), min_size=top_k, max_size=top_k), min_size=1, max_size=10)
+    ),
+    num_experts=st.integers(1, 6),
+    table=st.none() | st.lists(st.integers(-1, 6), min_size=1, max_size=7),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_few_routes_are_sorted_as_many_are(
+    ids: list[list[int]], num_experts: int, table: list[int] | None, dtype: torch.dtype
+) -> None:
+    topk_ids = torch.tensor(ids, dtype=dtype)
+    expert_map = None if table is None else torch.tensor(table, dtype=torch.int32)
+    few = host._sort_few(topk_ids, num_experts, expert_map)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "FEW_ROUTES", 0)
+        many = host.sort_on_host(topk_ids, num_experts, expert_map)
+    assert (few.num_rows, few.segments) == (many.num_rows, many.segments)
+    for own, other in ((few.order, many.order), (few.positions, many.positions)):
+        assert own.dtype == other.dtype
+        assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +130,7 @@ def test_which_products_mix_rows(cpu_features: Callable[..., None]) -> None:
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(130, 96), (64, 88), (64, 64)])
 @pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16"])
 def test_a_token_that_went_wrong_changes_no_other(hidden_size: int, intermediate_size: int, quant: str) -> None:
-    """oneDNN's AMX kernels are where it would."""
+    """oneDNN's AMX kernels are where it would. The last sizes are multiplied as copies of the expert."""
     sizes = {"num_experts": 2, "hidden_size": hidden_size, "intermediate_size": intermediate_size, "top_k": 1}
     problem = MoEProblem(**sizes, quant=quant)
     kernel = make_kernel(problem, make_weights(problem, CPU), select_backend(problem, "cpu", require="torch"))
@@ -134,13 +160,83 @@ def test_plain_experts(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.
     torch.testing.assert_close(found.float(), in_fp32(plain, x, 1), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("parts", [[(1, 1)], [(0, 2), (3, 1)], [(0, 1), (1, 3), (2, 2), (4, 5)]])
+def test_experts_of_few_rows(parts: list[tuple[int, int]], dtype: torch.dtype, has_bias: bool) -> None:
+    """In one grouped product or in turn, each expert multiplies its own rows."""
+    plain = plain_mlp(dtype, has_bias)
+    check_parts(plain, plain.together, parts)
+    # Rows that a grouped product cannot align.
+    odd = dataclasses.replace(plain, w13=plain.w13[:, :, :47].contiguous(), w2=plain.w2[:, :47].contiguous())
+    if not has_bias:
+        check_parts(odd, odd.together, parts)
+
+
+def check_parts(plain: mlp.PlainMlp, product: Callable[..., torch.Tensor], parts: list[tuple[int, int]]) -> None:
+    """A product of several experts, each with a number of rows, against each by itself."""
+    dtype, counts = plain.w13.dtype, [count for _, count in parts]
+    x = torch.randn(sum(counts), plain.w13.shape[2], generator=torch.Generator().manual_seed(7)).to(dtype)
+    found = product(x, [(expert, 0, count) for expert, count in parts])
+    own = zip(x.split(counts), parts, strict=True)
+    expected = torch.cat([in_fp32(plain, rows, expert) for rows, (expert, _) in own])
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
 def test_an_experts_other_rows_change_the_order_of_sums_alone(bias: torch.dtype | None) -> None:
     """Ranks of a group see other rows than one rank would. Rounding at other places would differ by 4e-3."""
-    plain = plain_mlp(torch.bfloat16, bias is not None, bias)
+    plain = dataclasses.replace(plain_mlp(torch.bfloat16, bias is not None, bias), few_rows=10)
+    assert plain.shares([(1, 0, 10)], 40) == (bias != torch.float32)
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(5)).bfloat16()
     expected = torch.cat([plain(row, 1) for row in x.split(1)])
     assert relative_error(plain(x, 1), expected) < 1e-3
+    if bias != torch.float32:
+        assert relative_error(plain.together(x, [(1, 0, 40)]), expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("counts", "most_rows", "shares"),
+    [
+        ([3, 3], 6, True),
+        ([1, 5], 6, True),
+        ([4, 3], 7, False),
+        ([3, 3], 5, False),
+        # The mean is small, and a product in bfloat16 converts a weight again for each of the many rows of one expert.
+        ([12, *[1] * 7], 99, True),
+        ([13, *[1] * 7], 99, False),
+    ],
+)
+def test_which_experts_share_products(counts: list[int], most_rows: int, shares: bool) -> None:
+    plain = dataclasses.replace(plain_mlp(torch.bfloat16, False), few_rows=3)
+    assert plain.shares([(expert, 0, count) for expert, count in enumerate(counts)], most_rows) == shares
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_emulated", "has_bias", "num_copied"),
+    [
+        (torch.bfloat16, False, False, 4),
+        (torch.bfloat16, True, False, 0),
+        (torch.bfloat16, False, True, 0),
+        (torch.float32, False, False, 0),
+    ],
+)
+@pytest.mark.parametrize("parts", [[(0, 1), (3, 3)], [(3, 1), (0, 2), (3, 1)]])
+def test_rows_with_copies_of_their_experts(
+    monkeypatch: pytest.MonkeyPatch,
+    parts: list[tuple[int, int]],
+    dtype: torch.dtype,
+    is_emulated: bool,
+    has_bias: bool,
+    num_copied: int,
+) -> None:
+    """Without biases, in 16 bits that the CPU multiplies; a token may repeat an expert, in any order."""
+    plain = dataclasses.replace(plain_mlp(dtype, has_bias), is_emulated=is_emulated)
+    made, bmm = [0], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda matrices, x: made.append(len(matrices)) or bmm(matrices, x))
+    check_parts(plain, plain.in_turn, parts)
+    assert max(made) == num_copied
 
 
 def plain_mlp(dtype: torch.dtype, has_bias: bool, bias: torch.dtype | None = None) -> mlp.PlainMlp:
@@ -168,7 +264,7 @@ def in_fp32(plain: mlp.PlainMlp, x: torch.Tensor, expert: int) -> torch.Tensor:
 def test_layers_of_few_and_many_rows(
     cpu_features: Callable[..., None], num_tokens: int, routing: str, dtype: str, placement: str
 ) -> None:
-    """On a CPU without bfloat16 products, which converts the weights of experts with many rows."""
+    """On a CPU without bfloat16 products, where experts of few rows share calls and the others do not."""
     cpu_features(onednn=True, bf16=False, amx=False)
     is_map = placement == "map"
     problem = MoEProblem(
@@ -191,8 +287,9 @@ def test_layers_of_few_and_many_rows(
     assert relative_error(kernel(*call), expected) < (1e-2 if dtype == "bfloat16" else 1e-5)
 
 
-def test_one_large_routing_weight_is_enough() -> None:
-    topk_weights = torch.ones(8, 1)
+@pytest.mark.parametrize("num_weights", [2, 4096])
+def test_one_large_routing_weight_is_enough(num_weights: int) -> None:
+    topk_weights = torch.ones(num_weights, 1)
     assert not mlp.has_large_weights(topk_weights)
     topk_weights[-1] = 1e6
     assert mlp.has_large_weights(topk_weights)

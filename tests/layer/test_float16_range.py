@@ -132,6 +132,25 @@ def test_rows_are_repeated_one_by_one() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_packed_weights_are_read_back(activation: str) -> None:
+    problem = small_problem(hidden_size=37, dtype="float32", activation=activation, has_bias=True)
+    weights = make_plain_weights(problem, CPU)
+    assert weights.w13_bias is not None
+    assert weights.w2_bias is not None
+    biases = (weights.w13_bias, weights.w2_bias)
+    down = torch_mlp.pack_experts(weights.w2)
+    # Wider than the weights, as fp32 is where float16 lacks the range.
+    x = make_inputs(problem, 5, "uniform", CPU).hidden_states.double()
+    gate, up = map(torch_mlp.pack_experts, weights.w13.chunk(2, dim=1))
+    fused = torch_mlp.PackedFusedMlp(gate, up, down, ("none", ""), problem.activation, *biases)
+    for expert in range(2):
+        gemm1 = x @ weights.w13[expert].double().t() + weights.w13_bias[expert]
+        expected = problem.activation(gemm1) @ weights.w2[expert].double().t() + weights.w2_bias[expert]
+        torch.testing.assert_close(fused.unpacked(x, expert), expected)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_weights_multiply_rows_of_a_wider_dtype(has_bias: bool) -> None:
     """As float16 weights do rows in fp32, on CPUs that pack them."""

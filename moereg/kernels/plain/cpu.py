@@ -18,6 +18,9 @@ class CpuFeatures:
     onednn: bool  # oneDNN has AVX kernels and a weight order for them; false on CPUs other than x86-64
     bf16: bool  # It multiplies bfloat16, at least with AVX-512's conversions
     fp16: bool  # It multiplies float16 with AVX-512 FP16
+    # It multiplies int8 with AVX-512 VNNI. torch alone has a plain loop, which took 64 ms for 32 x 2048 x 1536 on an
+    # AMD EPYC without VNNI, against 3 ms in fp32
+    int8: bool
     amx: bool  # It may multiply bfloat16 in AMX tiles
 
 
@@ -32,6 +35,7 @@ def features() -> CpuFeatures:
         onednn=onednn,
         bf16=avx512,
         fp16=avx512 and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        int8=avx512 and torch.cpu._is_vnni_supported(),
         amx=avx512 and torch.cpu._is_amx_tile_supported(),
     )
 

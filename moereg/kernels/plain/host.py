@@ -8,24 +8,34 @@ T tokens, H hidden size, I intermediate size, E local experts, K top-k, N = T*K 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Final
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moereg.kernels.plain.mlp import ExpertMlp
+from moereg.kernels.plain.mlp import ExpertMlp, PlainMlp
+from moereg.kernels.plain.threads import run_tasks
+
+Part: TypeAlias = tuple[int, int, int]
+"""Expert, first row, rows."""
+RunPart: TypeAlias = Callable[[int, int, int], None]
 
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
 HOST_CHUNK_BYTES: Final = 128 << 20
-# Bounds input, both halves of the intermediate and output of one matmul pair.
+# Bounds input, both halves of the intermediate and output of one matmul pair, which each thread may have.
 BLOCK_BYTES: Final = 48 << 20
 MAX_BLOCK_ROWS: Final = 1024
 # One gather for all experts saves a call for each; a larger one is evicted from the cache before it is read.
 GATHER_ONCE_BYTES: Final = 4 << 20
+# Up to this many routes a call, plain Python sorts faster than numpy.
+FEW_ROUTES: Final = 128
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
+# Up to this many elements, a batched product sums a call's rows in fewer steps than an embedding bag.
+FEW_SUMMED: Final = 1 << 17
 
 
 def rows_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -79,6 +89,8 @@ def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: tor
         topk_ids: [T,K] integers, CPU; global experts; out-of-range or unmapped ones are left out.
         expert_map: [num_experts] int32 or None; local expert or -1.
     """
+    if topk_ids.numel() <= FEW_ROUTES:
+        return _sort_few(topk_ids, num_local_experts, expert_map)
     # numpy: these arrays are small, and its calls cost a third of torch's.
     ids = topk_ids.numpy().ravel()
     if expert_map is None:
@@ -108,6 +120,36 @@ def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: tor
     )
 
 
+def _local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> list[int]:
+    """The local expert of each of a few routes; another number where it has none."""
+    ids: list[int] = topk_ids.flatten().tolist()
+    if expert_map is None:
+        return ids
+    table: list[int] = expert_map.tolist()
+    return [table[expert] if 0 <= expert < len(table) else -1 for expert in ids]
+
+
+def _sort_few(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
+    """As `sort_on_host`, without numpy's twenty calls, which take longer than sorting a few routes."""
+    ids = _local_experts(topk_ids, expert_map)
+    order = [route for route, expert in enumerate(ids) if 0 <= expert < num_local_experts]
+    order.sort(key=ids.__getitem__)
+    segments: list[tuple[int, int, int]] = []
+    positions = [len(order)] * len(ids)
+    for row, route in enumerate(order):
+        positions[route] = row
+        if segments and segments[-1][0] == ids[route]:
+            segments[-1] = (ids[route], segments[-1][1], row + 1 - segments[-1][1])
+        else:
+            segments.append((ids[route], row, 1))
+    return SortedRoutes(
+        num_rows=len(order),
+        segments=segments,
+        order=torch.tensor(order, dtype=torch.int64, device="cpu"),
+        positions=torch.tensor(positions, dtype=torch.int64, device="cpu").view(topk_ids.shape),
+    )
+
+
 def host_experts(
     out: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -120,6 +162,7 @@ def host_experts(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     scaled_dtype: torch.dtype | None = None,
+    min_tasks: int = 2,
     min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer, chunk by chunk of tokens.
@@ -138,16 +181,19 @@ def host_experts(
         expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; requires K = 1.
         scaled_dtype: Dtype of scaled inputs; None: that of hidden_states.
+        min_tasks: As in `run_tasks`.
         min_rows: As in `bucket_rows`.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
     scaled_dtype = scaled_dtype or hidden_states.dtype
     if num_tokens == 1:
-        weights = topk_weights
+        ids = _local_experts(topk_ids, expert_map)
+        slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_local_experts]
+        weights = topk_weights.view(-1)
         if apply_router_weight_on_input:
             hidden_states, weights = (hidden_states * weights).to(scaled_dtype), torch.ones_like(weights)
-        _one_token(out, hidden_states, weights, _local_experts(topk_ids, expert_map), num_local_experts, mlp)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, min_tasks)
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
@@ -157,7 +203,7 @@ def host_experts(
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
         x = hidden_states[tokens]
-        _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, min_rows)
+        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, min_tasks, min_rows)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -213,10 +259,15 @@ def _run_segments(
     block: int,
     input_weights: torch.Tensor | None,
     scaled_dtype: torch.dtype,
+    min_tasks: int,
     min_rows: int,
-) -> None:
-    """Writes each route's unweighted output to rows [num_rows + 1, H], and zeros last."""
-    rows[-1].zero_()
+) -> torch.Tensor:
+    """Returns each route's unweighted output; in rows [num_rows + 1, H], with zeros last, if a route is left out."""
+    is_complete = routes.num_rows == routes.positions.numel()
+    if not is_complete:
+        rows[-1].zero_()
+    if not routes.num_rows:
+        return rows
 
     def gather(order: torch.Tensor) -> torch.Tensor:
         gathered = hidden_states.index_select(0, order if top_k == 1 else order // top_k)
@@ -224,47 +275,71 @@ def _run_segments(
             return gathered
         return (gathered * input_weights.index_select(0, order).unsqueeze(1)).to(scaled_dtype)
 
+    if isinstance(mlp, PlainMlp) and mlp.shares(routes.segments, 2 * block):
+        results = mlp.together(gather(routes.order), routes.segments)
+        if is_complete:
+            return results
+        rows[:-1].copy_(results)
+        return rows
     # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
     order = F.pad(routes.order, (0, MIN_ROWS - 1))
     num_gathered = len(order)
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
     everything = gather(order) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
-    for expert, first, count in routes.segments:
-        for start in range(first, first + count, block):
-            # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
-            wanted = min(block, first + count - start)
-            given = min(bucket_rows(wanted, min_rows), num_gathered)
-            begin = min(start, num_gathered - given)
-            places = slice(begin, begin + given)
-            x = gather(order[places]) if everything is None else everything[places]
-            rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
+
+    def run(expert: int, start: int, wanted: int) -> None:
+        # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
+        given = min(bucket_rows(wanted, min_rows), num_gathered)
+        begin = min(start, num_gathered - given)
+        places = slice(begin, begin + given)
+        x = gather(order[places]) if everything is None else everything[places]
+        rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
+
+    parts = [
+        (expert, start, min(block, first + count - start))
+        for expert, first, count in routes.segments
+        for start in range(first, first + count, block)
+    ]
+    _run_parts(run, parts, min_tasks)
+    return rows
 
 
-def _local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> list[int]:
-    """The local expert of each of a few routes; another number where it has none."""
-    ids: list[int] = topk_ids.flatten().tolist()
-    if expert_map is None:
-        return ids
-    table: list[int] = expert_map.tolist()
-    return [table[expert] if 0 <= expert < len(table) else -1 for expert in ids]
+def _run_parts(run: RunPart, parts: Sequence[Part], min_tasks: int) -> None:
+    tasks = [functools.partial(run, *part) for part in parts]
+    run_tasks(tasks, [rows for _, _, rows in parts], min_tasks=min_tasks)
 
 
 def _one_token(
-    out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: Sequence[int], num_experts: int, mlp: ExpertMlp
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: Sequence[int],
+    slots: Sequence[int],
+    mlp: ExpertMlp,
+    min_tasks: int,
 ) -> None:
     """Runs one token x [1,H], whose experts all read the same row, without sorting, gathering and padding.
 
     These calls of torch and numpy would take as long as the experts of a small layer. `ids` are local experts of the K
-    slots, or any other number where one has none.
+    slots, or any other number where one has none; `slots` those that have one.
     """
-    slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_experts]
     if not slots:
         out.zero_()
         return
-    # Rounded like rows of several tokens, so that other tokens in a call change no result by a rounding.
-    rows = [mlp(x, ids[slot]).to(rows_dtype(out.dtype)) for slot in slots]
+    rows = [x] * len(slots)
+    dtype = rows_dtype(out.dtype)
+
+    def run(expert: int, row: int, _num_rows: int) -> None:
+        # Rounded like rows of several tokens, so that other tokens in a call change no result by a rounding.
+        rows[row] = mlp(x, expert).to(dtype)
+
+    parts = [(ids[slot], row, 1) for row, slot in enumerate(slots)]
+    if isinstance(mlp, PlainMlp) and mlp.shares(parts, len(parts)):
+        rows = [mlp.in_turn(x.expand(len(slots), -1), parts)]
+    else:
+        _run_parts(run, parts, min_tasks)
     # The weight of a route without a local expert may be anything, and infinity times 0 is NaN.
-    own = weights.view(-1)[torch.tensor(slots, dtype=torch.int64, device="cpu")]
+    own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
     out.copy_(torch.mv(torch.cat(rows).float().t(), own))
 
 
@@ -274,6 +349,10 @@ def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, w
     if routes.num_rows < positions.numel():
         # The weight of a route without a local expert may be anything, and infinity times the row of zeros is NaN.
         weights = weights.masked_fill(positions == routes.num_rows, 0.0)
+    if rows.dtype != torch.float32 and positions.numel() * rows.shape[1] <= FEW_SUMMED:
+        found = rows.index_select(0, positions.view(-1)).view(*positions.shape, -1).float()
+        out.copy_(torch.bmm(weights.unsqueeze(1), found).squeeze(1))
+        return
     scales = weights.to(rows.dtype)
     if rows.dtype != torch.float32:
         # An embedding bag requires weights in the rows' dtype. A weight's value and rounding error as two weights keep
@@ -284,7 +363,13 @@ def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, w
 
 
 def host_batched_experts(
-    out: torch.Tensor, hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, mlp: ExpertMlp, w13_rows: int
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    mlp: ExpertMlp,
+    w13_rows: int,
+    min_tasks: int = 2,
+    min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer in the batched format; other arguments as for `host_experts`.
 
@@ -295,11 +380,19 @@ def host_batched_experts(
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
     block = row_block(hidden_size, w13_rows, hidden_states.element_size())
-    for expert, count in enumerate(expert_num_tokens.tolist()):
-        for start in range(0, count, block):
-            wanted = min(block, count - start)
-            given = min(bucket_rows(wanted), max_tokens)
-            begin = min(start, max_tokens - given)
-            result = mlp(hidden_states[expert, begin : begin + given], expert)
-            out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])
+
+    def run(expert: int, start: int, wanted: int) -> None:
+        given = min(bucket_rows(wanted, min_rows), max_tokens)
+        begin = min(start, max_tokens - given)
+        result = mlp(hidden_states[expert, begin : begin + given], expert)
+        out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])
+
+    counts = expert_num_tokens.tolist()
+    parts = [
+        (expert, start, min(block, count - start))
+        for expert, count in enumerate(counts)
+        for start in range(0, count, block)
+    ]
+    _run_parts(run, parts, min_tasks)
+    for expert, count in enumerate(counts):
         out[expert, count:].zero_()

@@ -6,7 +6,8 @@ H hidden size, I intermediate size, E local experts, M rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -20,6 +21,8 @@ PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
 # float16 rounds to multiples of 6e-8 at least, in the output too. Beyond this weight, the rows' rounding errors matter.
 _LARGE_WEIGHT: Final = 8.0
+# Up to here Python is faster than three torch calls, which cost a small call of one token 6 % of its time.
+_FEW_WEIGHTS: Final = 64
 # A row of scaled inputs whose largest number is below this has lost digits in float16.
 _SMALL_INPUT: Final = 2.0**-8
 
@@ -31,8 +34,16 @@ UPCAST_ROWS: Final = 8
 _SWAPPED_ROWS: Final = range(4, 33)
 # Elements that are converted at a time: they stay in the cache until they are multiplied, 1.4x in a large expert.
 _UPCAST_ELEMENTS: Final = 1 << 19
+# Calling torch for an expert costs as much as a row of so many elements.
+_CALL_ELEMENTS: Final = 1 << 20
+# Rows whose experts have up to so many elements, each row's counted, multiply copies of them in two products: one of
+# oneDNN's takes 40 us, however small it is. AMD EPYC and Intel Xeon, bf16, a token with 8 experts of 200,000: 1.2x.
+_COPIED_ELEMENTS: Final = 1 << 22
 # Experts of fewer elements are faster in plain matmuls for few rows, since their calls cost less than oneDNN's.
 _PACKED_ELEMENTS: Final = 400_000
+# Unpacked experts of fewer elements share products: Intel Xeon, fp32, up to 128 tokens, 1.5x with 0.8 million, 1.15x
+# with 1.6 million, 1.0x with 5 million and more.
+_SHARED_ELEMENTS: Final = 2_000_000
 
 
 class ExpertMlp(Protocol):
@@ -59,6 +70,18 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
     return num_elements >= _PACKED_ELEMENTS and not (is_intel and dtype == torch.float32)
 
 
+def few_rows(num_elements: int, is_emulated: bool) -> int:
+    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself, perhaps 0.
+
+    Args:
+        num_elements: Of an expert's weights.
+        is_emulated: As in `PlainMlp`, which converts weights for more rows.
+    """
+    if is_emulated:
+        return UPCAST_ROWS + _CALL_ELEMENTS // num_elements
+    return 64 if num_elements < _SHARED_ELEMENTS else 0
+
+
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
     """Whether matmuls in this dtype are so slow on this CPU that converting weights to fp32 wins.
 
@@ -78,8 +101,17 @@ def pack_experts(weight: torch.Tensor) -> list[torch.Tensor]:
     return [torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous()) for matrix in weight]
 
 
+def fused_post_op(name: str, alpha: float, beta: float, limit: float | None) -> tuple[str, str] | None:
+    """The (operation, algorithm) of oneDNN for an activation's gate function, or None where it has none."""
+    if (alpha, beta, limit) != (1.0, 0.0, None):
+        return None
+    return {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}.get(name)
+
+
 def has_large_weights(topk_weights: torch.Tensor) -> bool:
     """Whether float16 results are too coarse for a routing weight; weights of routes without an expert may be NaN."""
+    if topk_weights.numel() <= _FEW_WEIGHTS:
+        return any(abs(weight) > _LARGE_WEIGHT for weight in topk_weights.flatten().tolist())
     return bool((topk_weights.abs() > _LARGE_WEIGHT).any())
 
 
@@ -126,6 +158,36 @@ class IsolatingMlp:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class PackedFusedMlp:
+    """Gate, up and down matrices packed separately, so that the activation runs on the matmuls' fp32 accumulators.
+
+    Three calls per expert instead of four, and one rounding of the intermediate instead of three.
+    """
+
+    gate: list[torch.Tensor]  # E packed [I,H]
+    up: list[torch.Tensor]  # E packed [I,H]
+    down: list[torch.Tensor]  # E packed [H,I]
+    post_op: tuple[str, str]  # As `fused_post_op` returns it
+    activation: ActivationFn  # The same activation
+    w13_bias: torch.Tensor | None = None  # [E,2I] or None
+    w2_bias: torch.Tensor | None = None  # [E,H] or None
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As `ExpertMlp`; the result has x's dtype."""
+        gate_bias, up_bias = (None, None) if self.w13_bias is None else self.w13_bias[expert].chunk(2)
+        operation, algorithm = self.post_op
+        gate = _packed_linear(x, self.gate[expert], gate_bias, operation, algorithm)
+        hidden = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up[expert], up_bias, "mul")
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
+
+    def unpacked(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As a call, with matmuls in fp32, for the rare rows that need them."""
+        w13 = torch.cat([self.gate[expert].to_dense(), self.up[expert].to_dense()])
+        hidden = self.activation(_linear(x, w13, _row(self.w13_bias, expert)))
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlainMlp:
     """Canonical or packed weights, in fp32 where the CPU has no matmul in their dtype or x is fp32.
 
@@ -139,6 +201,7 @@ class PlainMlp:
     w13_bias: torch.Tensor | None = None  # [E,2I] (or [E,I]) or None
     w2_bias: torch.Tensor | None = None  # [E,H] or None
     is_emulated: bool = False  # Whether matmuls in this dtype are slow on this CPU
+    few_rows: int = 0  # As `few_rows` returns it
 
     @property
     def has_wide_bias(self) -> bool:
@@ -152,12 +215,64 @@ class PlainMlp:
         hidden = self.activation(gemm1.float()).to(x.dtype).to(dtype)
         return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert)).to(x.dtype)
 
+    def _copies(self, num_rows: int) -> bool:
+        """Whether copying each row's expert is faster than a product for each expert."""
+        is_free = self.w13_bias is None and self.w2_bias is None and not self.is_emulated
+        num_elements = num_rows * (self.w13[0].numel() + self.w2[0].numel())
+        return is_free and self.w13[0].dtype != torch.float32 and num_elements <= _COPIED_ELEMENTS
+
+    def shares(self, segments: Sequence[tuple[int, int, int]], most_rows: int) -> bool:
+        """Whether `together` is faster: few rows an expert, none with many, and at most `most_rows` of them all."""
+        counts = [count for _, _, count in segments]
+        is_few = sum(counts) <= min(self.few_rows * len(counts), most_rows)
+        return is_few and max(counts) <= 4 * self.few_rows and not self.has_wide_bias
+
+    def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Runs several experts of few rows: each product for all of them, then the activation once.
+
+        `x` [R,H], whose dtype the result has, holds their rows one expert after the other; segments are experts,
+        ascending, with their first row and number of rows.
+        """
+        assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
+        row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))
+        has_bias = self.w13_bias is not None or self.w2_bias is not None
+        if has_bias or self._copies(len(x)) or any(size % 16 for size in row_bytes):
+            return self.in_turn(x, segments)
+        counts = {expert: count for expert, _, count in segments}
+        ends = list(itertools.accumulate(counts.get(expert, 0) for expert in range(len(self.w13))))
+        offs = torch.tensor(ends, dtype=torch.int32, device="cpu")
+        gemm1 = F.grouped_mm(x, self.w13.transpose(1, 2), offs=offs)
+        return F.grouped_mm(self.activation(gemm1.float()).to(x.dtype), self.w2.transpose(1, 2), offs=offs)
+
+    def in_turn(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """As `together`, but experts may be in any order, one product each, or two for copies of tiny ones."""
+        if isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor) and self._copies(len(x)):
+            experts = [expert for expert, _, count in segments for _ in range(count)]
+            ids = torch.tensor(experts, dtype=torch.int64, device="cpu")
+            gemm1 = torch.bmm(self.w13.index_select(0, ids), x.unsqueeze(2)).squeeze(2)
+            hidden = self.activation(gemm1.float()).to(x.dtype)
+            return torch.bmm(self.w2.index_select(0, ids), hidden.unsqueeze(2)).squeeze(2)
+
+        def linear(x: torch.Tensor, weight: PerExpert, bias: torch.Tensor | None) -> torch.Tensor:
+            rows = x.split([count for _, _, count in segments])
+            pairs = zip(rows, segments, strict=True)
+            return torch.cat([_linear(own, weight[expert], _row(bias, expert)) for own, (expert, _, _) in pairs])
+
+        hidden = self.activation(linear(x, self.w13, self.w13_bias).float()).to(x.dtype)
+        return linear(hidden, self.w2, self.w2_bias)
+
+
+def _packed_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str = "none", algorithm: str = ""
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, operation, [], algorithm)
+    return result
+
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if weight.is_mkldnn:
         if weight.dtype == x.dtype:
-            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-            return packed
+            return _packed_linear(x, weight, bias)
         weight = weight.to_dense()
     bias = None if bias is None else bias.to(x.dtype)
     if weight.dtype == x.dtype:
