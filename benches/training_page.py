@@ -15,7 +15,6 @@ __all__ = ["CURVE", "TABLES", "WHOLE", "curve_table", "draw_training_curve", "lo
 
 WHOLE: Final = "whole_training_h200.json"
 WHOLE_NF4: Final = "whole_training_nf4_h200.json"
-RESTORED: Final = "restored_h200.json"
 CURVE: Final = "training_curve_h200.json"
 _REFERENCE: Final = "grouped_mm-checkpoint"
 _NAMES: Final = {"grouped_mm": "PEFT on grouped_mm", "moereg": "PEFT on moereg", "moereg_4bit": "PEFT on moereg, 4-bit experts"}
@@ -74,15 +73,6 @@ def whole_nf4_table() -> str:
     return f"{table(heads, lines)}\n\n{record['device']}, commit {record['commit'][:7]}, {record['date']}."
 
 
-def restored_table() -> str:
-    """The time to restore a layer, by scheme."""
-    record = load(RESTORED, RESULTS)
-    lines = [
-        [row["scheme"], f"{row['ms']:.2f} ms", f"{row['gbps'] / record['copy_gbps']:.0%}"] for row in record["restored"]
-    ]
-    return table(["scheme", "a layer of Qwen3-30B-A3B", "of a copy's rate"], lines)
-
-
 def load_curve(folder: pathlib.Path = RESULTS) -> dict[str, Any]:
     """The stored curve.
 
@@ -136,7 +126,6 @@ def _picture() -> str:
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "whole_training": whole_training_table,
     "whole_training_nf4": whole_nf4_table,
-    "restored": restored_table,
     "training_curve_picture": _picture,
     "training_curve": curve_table,
 }
