@@ -17,7 +17,11 @@ WHOLE: Final = "whole_training_h200.json"
 WHOLE_NF4: Final = "whole_training_nf4_h200.json"
 CURVE: Final = "training_curve_h200.json"
 _REFERENCE: Final = "grouped_mm-checkpoint"
-_NAMES: Final = {"grouped_mm": "PEFT on grouped_mm", "moereg": "PEFT on moereg", "moereg_4bit": "PEFT on moereg, 4-bit experts"}
+_NAMES: Final = {
+    "grouped_mm": "PEFT on grouped_mm",
+    "moereg": "PEFT on moereg",
+    "moereg_4bit": "PEFT on moereg, 4-bit experts",
+}
 _RECOMPUTED: Final = {
     "checkpoint": "layers recomputed",
     "selective": "all but the experts' products recomputed",
