@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import typer
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     with waits_shown_by(_show_wait), warnings_on_one_line():
         error = _run(arguments)
-    lost = _lost_output()
+    lost = _lost_of(sys.stdout)
     # Typer and rich exit where the reader left.
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, OSError):
@@ -46,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost.errno == errno.EPIPE:
             return _output.BROKEN_PIPE
         print_error(f"standard output was lost: {lost.strerror or lost}; the output is incomplete")
-        return _output.OUTPUT_LOST
-    return error if isinstance(error, int) else _report(error, arguments)
+        code = _output.OUTPUT_LOST
+    else:
+        code = error if isinstance(error, int) else _report(error, arguments)
+    _lost_of(sys.stderr)  # Whoever wrote there, such as a line about waiting, may have left what found no room.
+    return code
 
 
 def _run(arguments: list[str]) -> int | BaseException:
@@ -83,15 +86,15 @@ def _open_closed_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
-def _lost_output() -> OSError | None:
-    """Why standard output could not be written, if so; what it could not write is dropped."""
+def _lost_of(stream: TextIO) -> OSError | None:
+    """Why a stream could not be written, if so; what it could not write is dropped."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError as error:
-        saved, null = os.dup(sys.stdout.fileno()), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        sys.stdout.flush()  # Otherwise the interpreter tries once more at its end.
-        os.dup2(saved, sys.stdout.fileno())
+        saved, null = os.dup(stream.fileno()), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        stream.flush()  # Otherwise the interpreter tries once more at its end.
+        os.dup2(saved, stream.fileno())
         os.close(saved)
         os.close(null)
         return error

@@ -103,6 +103,30 @@ def test_streams_that_are_not_well() -> None:
             assert code != _output.OUTPUT_LOST or "standard output was lost: No space left on device" in err, key
 
 
+LEAVING = """
+import contextlib, os, sys
+from moereg import cli
+
+def run(arguments):
+    with contextlib.suppress(OSError):
+        print("waiting", file=sys.stderr)
+    return 0
+
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+cli._run = run
+code = cli.main(["info"])
+sys.stderr.flush()
+print(code)
+"""
+
+
+def test_what_found_no_room_on_standard_error_is_dropped() -> None:
+    """As a line about waiting on a busy machine; Python would end with 120 for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = run_code(LEAVING, env={**environment, "PYTHONPATH": str(ROOT)})
+    assert (process.returncode, process.stdout) == (0, "0\n")
+
+
 @pytest.mark.parametrize("redirection", ["2>&-", pytest.param(">&- 2>&- <&-", marks=pytest.mark.slow)])
 def test_as_a_shell_hands_them_over(redirection: str) -> None:
     line = f"{sys.executable} -m moereg nonsense {redirection}"
