@@ -47,7 +47,7 @@ SCHEMES: Final = (
 STEPS: Final = ("forward", "frozen", "adapters", "adapters, recomputed")
 ROUNDS: Final = 5
 SCALE: Final = 0.1
-"""Of a layer's output, so that numbers keep their size through all of them."""
+"""Factor of a layer's output, so that numbers keep their size through all of them."""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -81,7 +81,7 @@ class Layers:
 
 
 def gigabytes(weights: ExpertWeights, restored: Sequence[torch.Tensor]) -> float:
-    """What restoring reads and writes, in 10^9 bytes."""
+    """Bytes that restoring reads and writes, in 10^9."""
     return sum(tensor.nbytes for tensor in (*weights.tensors().values(), *restored)) / 1e9
 
 

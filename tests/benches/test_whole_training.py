@@ -71,7 +71,9 @@ class TestSides:
         of_ours = {tuple(row["losses"]) for row in rows.values() if row["implementation"] == "moereg"}
         assert len(of_ours) == 1
         assert len({row["trained"] for row in rows.values()}) == 1
-        assert rows["moereg_4bit-checkpoint"]["model_bytes"] < rows["moereg"]["model_bytes"]
+        packed, whole = (rows[side]["memory"] for side in ("moereg_4bit-checkpoint", "moereg"))
+        assert packed["experts"] < whole["experts"] / 3
+        assert {**packed, "experts": 0} == {**whole, "experts": 0}
         for row in rows.values():
             assert row["losses"][2] < row["losses"][0]
             assert row["tokens_per_s"] == pytest.approx(4 * 16 / row["ms"] * 1e3)
@@ -79,4 +81,4 @@ class TestSides:
         assert 0 < rows["moereg"]["difference"]["losses"] < 0.5 * whole_training.BOUND
         assert all(0 < each < 0.5 * whole_training.BOUND for each in rows["moereg"]["difference"]["gradients"].values())
         assert len(rows["moereg"]["difference"]["gradients"]) == 12
-        assert "| moereg, 4-bit experts, layers recomputed |" in capsys.readouterr().out
+        assert "| PEFT on moereg, 4-bit experts, layers recomputed |" in capsys.readouterr().out

@@ -41,10 +41,10 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 # most 38 sums of up to 64 products, as many as it has words: in each of two layers queries, scores, values, output, two
 # for either matrix of adapted experts and one over routes, then the head, and all of them backward. So it is 4.2e-6;
 # torch without vector instructions is 2.2e-6 away from fp64, in transformers' code and in ours.
-_BOUND: Final = math.sqrt(2 * 38 * 64) * 2.0**-24
+BOUND: Final = math.sqrt(2 * 38 * 64) * 2.0**-24
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = _BOUND) -> bool:
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = BOUND) -> bool:
     return found.keys() == expected.keys() and all(close(found[name], expected[name], bound) for name in expected)
 
 
