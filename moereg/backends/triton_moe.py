@@ -108,10 +108,18 @@ _CODES: Final = _stacked(
     # either was tuned, 64 tokens of qwen3-30b-a3b took int8_w8a8 170 us and int8_w8a16 194.
     _cell(
         priority=110,
-        quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
+        quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static"),
         platforms=("cuda:sm89+",),
         # Ada's and Hopper's tensor cores accumulate 8-bit floats in about 14 bits, too few for fp32.
         dtypes=("bfloat16", "float16"),
+    ),
+    # All tokens of a call share a scale.
+    _cell(
+        priority=110,
+        quant_schemes=("fp8_tensor_dynamic",),
+        platforms=("cuda:sm89+",),
+        dtypes=("bfloat16", "float16"),
+        batch_invariant=False,
     ),
     _cell(priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS),
     # Neither measured nor run on such a machine yet. Native, except tiles under 128 rows on sm100, which Triton
@@ -178,7 +186,7 @@ class TritonExperts(_PlainExperts):
     one pass. An expert's rows are added in the order of its routes, and a token's in the order of its experts.
     """
 
-    facts = dataclasses.replace(_FACTS, gradients=frozenset(GRADIENTS))
+    facts = dataclasses.replace(_FACTS, gradients=frozenset(GRADIENTS), batch_invariant=True)
     layouts = ("canonical",)
 
     @classmethod
@@ -230,7 +238,7 @@ class _PackedExperts(_PlainExperts):
 class TritonPackedExperts(_PackedExperts):
     """Weight-only schemes, standard format: `TritonExperts` on packed weights."""
 
-    facts = _PACKED_FACTS
+    facts = dataclasses.replace(_PACKED_FACTS, batch_invariant=True)
     implemented_by = "moereg.backends._triton.packed:Standard"
 
 
@@ -296,7 +304,7 @@ class TritonQuantizedExperts(_QuantizedExperts):
     order, no kernel adds atomically, and a token's rows are summed in the order of its experts.
     """
 
-    facts = _FACTS
+    facts = dataclasses.replace(_FACTS, batch_invariant=True)
     input_form = "quantized"
     implemented_by = "moereg.backends._triton.quantized:Standard"
 

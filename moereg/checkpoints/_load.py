@@ -27,6 +27,7 @@ _NARROW: Final = 'float16 ends at 65,504, which an intermediate may pass: dtype=
 # Problem fields that a checkpoint does not decide; it fixes all others.
 _OVERRIDES: Final = (
     "activation_format",
+    "batch_invariant",
     "deterministic",
     "dtype",
     "exact_activations",

@@ -97,6 +97,7 @@ class ProblemFlags:
     num_local_experts: Annotated[int | None, _of_layer("Experts on one rank, fewer than all.")] = None
     graph_capture: Annotated[bool, _demand_of("--graph-capture")] = False
     deterministic: Annotated[bool, _demand_of("--deterministic")] = False
+    batch_invariant: Annotated[bool, _demand_of("--batch-invariant")] = False
     exact_activations: Annotated[bool, _demand_of("--exact-activations")] = False
     tokens: Annotated[int | None, option("Tokens of one call.", min=0)] = None
     platform: Platform = None
@@ -177,7 +178,7 @@ _FACTS: Final = {
     "router_weight_on_input": "apply_router_weight_on_input",
 }
 _WISHES: Final = {name: name for name in ("dtype", "activation_format", "num_local_experts")}
-_DEMANDS: Final = ("graph_capture", "deterministic", "exact_activations")
+_DEMANDS: Final = ("graph_capture", "deterministic", "batch_invariant", "exact_activations")
 
 
 def _flag(field: str) -> str:

@@ -270,6 +270,7 @@ class Facts(DeclaredFacts):
         max_num_tokens: Most tokens of a call, or None.
         graph_capture: Whether `apply` can be captured in a CUDA graph.
         deterministic: Whether equal inputs give equal bits.
+        batch_invariant: Whether, if the problem asks for it, a token's row has the same bits in every call.
         gradients: Names of the gradients that `apply_backward` can compute, as in `MoEProblem.gradients`.
     """
 
@@ -293,6 +294,7 @@ class Facts(DeclaredFacts):
     max_num_tokens: int | None = _row(_Limit("size", "max_num_tokens"), None)
     graph_capture: bool = _flag("graph_capture", "cannot be captured in a CUDA graph")
     deterministic: bool = _flag("deterministic", "does not give the same bits each time")
+    batch_invariant: bool = _flag("batch_invariant", "a token's bits depend on the other tokens of its call")
     gradients: frozenset[str] = _row(_Gradients("gradients", GRADIENTS), frozenset())
 
 
@@ -316,6 +318,7 @@ class NarrowedFacts(TypedDict, total=False):
     max_num_tokens: int | None
     graph_capture: bool
     deterministic: bool
+    batch_invariant: bool
     gradients: Collection[str]
 
 
@@ -329,6 +332,7 @@ class DispatcherFacts(DeclaredFacts):
         dtypes: Names of the dtypes of hidden states.
         graph_capture: Whether a call never waits on the host, so that a CUDA graph can capture it.
         deterministic: Whether equal inputs give equal bits.
+        batch_invariant: As in `Facts`. No dispatcher has it yet.
         router_weight_on_input: Whether routing weights reach the experts, to scale inputs.
         max_num_tokens: Whether room is allocated for the problem's `max_num_tokens`, which must then be set.
         max_top_k: Most experts per token, or None.
@@ -341,6 +345,7 @@ class DispatcherFacts(DeclaredFacts):
     dtypes: frozenset[str] = _row(_Names("dtype", DTYPES), frozenset())
     graph_capture: bool = _flag("graph_capture", "waits for counts on the host")
     deterministic: bool = _flag("deterministic", "does not give the same bits each time")
+    batch_invariant: bool = _flag("batch_invariant", "a token's bits depend on the other tokens of its call")
     router_weight_on_input: bool = _flag(
         "router_weight_on_input", "does not send routing weights", "apply_router_weight_on_input"
     )
@@ -357,6 +362,7 @@ class NarrowedDispatcherFacts(TypedDict, total=False):
     dtypes: Collection[str]
     graph_capture: bool
     deterministic: bool
+    batch_invariant: bool
     router_weight_on_input: bool
     max_num_tokens: bool
     max_group_size: int | None

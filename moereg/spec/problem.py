@@ -20,8 +20,11 @@ PLACEMENTS: Final = ("contiguous", "map")
 HELD_EXPERTS: Final = ("all", "some")
 GRADIENTS: Final = ("hidden_states", "topk_weights", "weights", "adapters")
 _REQUIRED: Final = ("num_experts", "hidden_size", "intermediate_size", "top_k")
-_OF_TRAINING: Final = ("gradients", "adapter_rank")
-_FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
+_LATER: Final = ("gradients", "adapter_rank", "batch_invariant")
+_FLAGS: Final = (
+    *("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "batch_invariant"),
+    "exact_activations",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class MoEProblem:
         apply_router_weight_on_input: The routing weight scales the expert's input instead of its output.
         graph_capture: Requires a kernel that a CUDA graph can capture.
         deterministic: Requires equal bits for equal inputs.
+        batch_invariant: Requires that a token's result has the same bits whatever other tokens are in the call.
         exact_activations: Rejects kernels that keep activations at 16 bits although the scheme quantizes them.
         max_num_tokens: Most tokens of a call, if known. Not part of a tuning key.
         gradients: Names of those whose gradients a backward pass computes: `hidden_states`, `topk_weights`,
@@ -81,6 +85,7 @@ class MoEProblem:
     apply_router_weight_on_input: bool = False
     graph_capture: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     exact_activations: bool = False
     max_num_tokens: int | None = None
     gradients: frozenset[str] = frozenset()
@@ -103,6 +108,7 @@ class MoEProblem:
         apply_router_weight_on_input: bool = False,
         graph_capture: bool = False,
         deterministic: bool = False,
+        batch_invariant: bool = False,
         exact_activations: bool = False,
         max_num_tokens: int | None = None,
         gradients: Collection[str] = (),
@@ -193,17 +199,17 @@ class MoEProblem:
     def to_dict(self) -> dict[str, Any]:
         """The constructor's arguments as JSON values; `MoEProblem.from_dict` reads them back.
 
-        Omits fields that are None, and `gradients` and `adapter_rank` if empty. A scheme other than moereg's own cannot
-        be found by name, so it is written as a mapping.
+        Omits fields that are None, and `gradients`, `adapter_rank` and `batch_invariant` if not asked. A scheme other
+        than moereg's own cannot be found by name, so it is written as a mapping.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in fields.items() if value is not None}
         known = self.quant == QUANT_SCHEMES.get(self.quant.name)
         values["quant"] = self.quant.name if known else dataclasses.asdict(self.quant)
         values["activation"] = str(self.activation)
-        # A layer without gradients has the keys and fingerprints that it had before there were any.
+        # A layer without them has the keys and fingerprints that it had before these fields were added.
         values["gradients"] = sorted(self.gradients)
-        for name in _OF_TRAINING:
+        for name in _LATER:
             if not values[name]:
                 del values[name]
         return values
@@ -244,7 +250,7 @@ class MoEProblem:
     def __repr__(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["gradients"] = sorted(self.gradients)
-        fields = {name: value for name, value in fields.items() if value or name not in _OF_TRAINING}
+        fields = {name: value for name, value in fields.items() if value or name not in _LATER}
         return f"MoEProblem({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 

@@ -29,6 +29,7 @@ CURES: Final[dict[str, str]] = {
     "size": "split the layer over more ranks or the call over more calls",
     "graph_capture": "run without graph capture",
     "deterministic": "ask without deterministic",
+    "batch_invariant": "ask without batch_invariant",
     "gradients": "leave those tensors out of gradients, or train with another backend",
     "layout": "prepare the layer, which repacks its weights",
     "precision": "ask without exact_activations",

@@ -318,7 +318,7 @@ class Flagged(PlainSchedule):
             top_k=problem.top_k,
             bias=work.w2_bias,
             route_factors=work.input_weights,
-            topk_weights=work.output_weights,
+            topk_weights=work.tile_weights,
             overlap=work.overlap,
         )
         work.reduce(route_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar, Final
 
@@ -156,6 +157,8 @@ class Standard(MultipliedCodes):
             # Blocks of up rows are counted from gate's first row, which fits where gate ends with a block.
             and (fmt.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
             and problem.torch_dtype.itemsize == 2
+            # There float16's routing weights multiply scales, in Triton's tiles the rows.
+            and not (problem.batch_invariant and problem.dtype == "float16")
             # Stores need 16-byte aligned rows.
             and problem.hidden_size % 8 == 0
         )
@@ -180,9 +183,16 @@ class Standard(MultipliedCodes):
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
-            return schedules.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
+            rule = select_quantized_rule(rows_per_expert, self.row_format.group > 0)
+            if problem.batch_invariant:
+                rule = dataclasses.replace(rule, gate_up=dataclasses.replace(rule.gate_up, exact=True))
+            return schedules.Hopper(rule)
         configs = select_quantized_config(
-            hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
+            hidden_states.shape[0],
+            rows_per_expert,
+            problem.activation.num_halves,
+            limits.max_shared_bytes(device),
+            problem.batch_invariant,
         )
         return schedules.Sorted(configs) if configs.sort_routes else schedules.Direct(configs)
 

@@ -126,7 +126,7 @@ class Tiles(QuantizedSchedule):
             own = plan if isinstance(plan, RoutePlan) else work.route_ids
             quantize_rows(rows, intermediate, quantizer, own, overlap=overlap)
         route_rows = work.out if work.is_batched else work.route_rows()  # [R, H] or [N, H]
-        more = {"bias": work.w2_bias, "topk_weights": work.output_weights, "overlap": overlap}
+        more = {"bias": work.w2_bias, "topk_weights": work.tile_weights, "overlap": overlap}
         quantized_down_gemm(route_rows, rows, work.w2, plan, configs.down, **more)
         if not work.is_batched:
             work.reduce(route_rows)

@@ -78,7 +78,9 @@ def select(problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: fl
     """
     is_batched = hidden_states.dim() == 3
     single = problem.top_k <= MAX_TOP_K and not is_batched
-    configs = select_configs(hidden_states, rows_per_expert, packed_bits, single=single)
+    configs = select_configs(
+        hidden_states, rows_per_expert, packed_bits, single=single, invariant=problem.batch_invariant
+    )
     if isinstance(configs, GemvPair):
         return Gemv(configs)
     if isinstance(configs, SinglePair):
@@ -102,16 +104,21 @@ def select(problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: fl
 
 
 def select_configs(
-    hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None, *, single: bool = False
+    hidden_states: torch.Tensor,
+    rows_per_expert: float,
+    packed_bits: int | None,
+    *,
+    single: bool = False,
+    invariant: bool = False,
 ) -> GemvPair | SinglePair | GemmPair:
-    """Configurations of both GEMMs from the tables; arguments as in `select`, `single` as in `rules.select_config`.
+    """Configurations of both GEMMs from the tables; arguments as in `select`, the last two as in `rules.select_config`.
 
     The batched format counts as infinitely many tokens, since it always has a plan.
     """
     device, num_tokens = hidden_states.device, math.inf if hidden_states.dim() == 3 else len(hidden_states)
     shared_bytes, least = limits.max_shared_bytes(device), limits.least_block_m(device)
     sizes = num_tokens, rows_per_expert, hidden_states.element_size(), shared_bytes, packed_bits, least
-    return rules.select_config(*sizes, single=single)
+    return rules.select_config(*sizes, single=single, invariant=invariant)
 
 
 def fits_hopper(
@@ -148,7 +155,7 @@ class Tiles(PlainSchedule):
         out = work.out if self.finishes else work.route_rows()  # [T, H], [R, H] or [N, H]
         more: dict[str, Any] = {"top_k": work.top_k, "route_factors": work.input_weights, "overlap": overlap}
         self.gate_up(intermediate, work.tokens, work.w13, plan, configs.gate_up, work.epilogue, **more)
-        more = {"bias": work.w2_bias, "topk_weights": work.output_weights, "overlap": overlap}
+        more = {"bias": work.w2_bias, "topk_weights": work.tile_weights, "overlap": overlap}
         self.down(out, intermediate, work.w2, plan, configs.down, **more)
         if not self.finishes:
             work.reduce(out)

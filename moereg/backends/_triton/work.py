@@ -97,6 +97,11 @@ class Work:
         return self.output_weights if self.early_weights is None else None
 
     @property
+    def tile_weights(self) -> torch.Tensor | None:
+        """`output_weights` if Triton's tiles multiply by them; as Hopper's do where rows must keep their bits."""
+        return self.early_weights if self.problem.batch_invariant else self.output_weights
+
+    @property
     def behind_plan(self) -> torch.Tensor:
         """The second workspace after the plan, as bytes."""
         return self.call.workspace2.view(torch.uint8)[self.plan_bytes :]
@@ -137,12 +142,13 @@ class Work:
         return self.call.workspace2.view(torch.uint8)[: self.plan_bytes].view(torch.int32)
 
     def reduce(self, route_rows: torch.Tensor) -> None:
-        """Adds up each token's rows, [N, H], which are weighted already."""
+        """Adds up each token's rows, [N, H], weighted already by `tile_weights`."""
         inputs = self.call.inputs
         reduce_routes(
             self.call.out,
             route_rows,
             inputs.topk_ids,
+            topk_weights=self.late_weights if self.problem.batch_invariant else None,
             expert_map=inputs.expert_map,
             num_experts=self.problem.num_experts,
             num_local_experts=self.problem.num_local_experts,

@@ -35,6 +35,9 @@ class GroupedGemmConfig:
     # pieces of a step, `block_k` elements each, one per warp; 1: the warps split the columns instead. Packed weights
     # only. In the second product of a `SinglePair` each slice belongs to one route
     slices: int = 1
+    # whether one sum runs over the whole depth, from the first product to the last, as in Hopper's kernels; scales of
+    # groups are rounded to the activations' dtype and multiply the weights. Packed weights only
+    chained: bool = False
     # configuration of tall tiles, for experts with more than `block_m` rows: same launch, same number of warps; its
     # `block_m` is the plan's `tall`. None: such experts get several tiles of `block_m` rows
     tall: GroupedGemmConfig | None = None

@@ -110,7 +110,8 @@ def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemm
     """The tall tile beside a low one; None where the low one is as tall, or where it would not pay."""
     if shape.is_packed:
         is_rare = shape.most_rows >= _PACKED_TALL_MIN_TOKENS and 2 * shape.rows_per_expert <= low.block_m
-        return _PACKED_TALL if is_rare and low.block_m < _PACKED_TALL.block_m else None
+        tall = dataclasses.replace(_PACKED_TALL, chained=low.chained)
+        return tall if is_rare and low.block_m < tall.block_m else None
     if low.block_m >= _TALL_ROWS:
         return None
     # As many programs per multiprocessor as with low tiles alone. Triton allocates all requested stages for wgmma, and

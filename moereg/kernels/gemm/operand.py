@@ -193,6 +193,8 @@ def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) 
     matrices = Matrices(weights.words, weights.group_scale, weights.zero_point, weights.row_scale)
     assert all(tensor is None or tensor.is_contiguous() for tensor in matrices)
     words, scale, zero_point = (0 if tensor is None else tensor.stride(0) for tensor in matrices[:3])
-    constant = WeightFormat(weights.element, weights.group, weights.scale_dtype, config.slices, config.num_stages)
+    constant = WeightFormat(
+        weights.element, weights.group, weights.scale_dtype, config.slices, config.num_stages, config.chained
+    )
     sizes = weights.num_experts, weights.num_rows, weights.depth
     return WeightOperand(*sizes, matrices, MatrixStrides(words, 0, scale, zero_point), constant)

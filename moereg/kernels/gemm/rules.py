@@ -67,6 +67,30 @@ CONFIG_RULES = read_rules(
     """
 )
 
+# For rows that must have the same bits in every call. A sum runs over the whole depth, step by step of one instruction,
+# so that tiles may differ as long as their instructions do not: wgmma takes 64 rows, or 64 rows of packed weights and
+# 16 of tokens. Never a GEMV, nor slices of the depth.
+INVARIANT_RULES = read_rules(
+    """
+    bytes tokens rows schedule| m   group mask | n   k    warps stages | n   k    warps stages
+    2     16     any  direct | 64  1     yes  | 64  64   4     4      | 64  64   4     4
+    2     any    48   sorted | 64  1     yes  | 128 64   4     4      | 128 64   4     4
+    2     any    96   sorted | 128 1     yes  | 256 64   8     4      | 256 64   8     4
+    2     any    any  sorted | 128 8     no   | 256 64   8     3      | 256 64   8     3
+    4     any    32   sorted | 16  4     no   | 32  64   4     2      | 32  64   4     2
+    4     any    any  sorted | 64  8     no   | 64  32   8     2      | 64  32   8     2
+    """
+)
+PACKED_INVARIANT_RULES = read_rules(
+    """
+    bytes tokens rows schedule| m  group mask | n   k   warps stages | n   k   warps stages
+    2     16     any  direct | 16 1     yes  | 128 128 4     4      | 128 128 4     3
+    2     any    11   sorted | 16 1     yes  | 128 128 4     4      | 128 128 4     4
+    2     any    22   sorted | 32 1     yes  | 128 128 4     3      | 128 128 4     3
+    2     any    any  sorted | 64 8     no   | 128 128 4     3      | 128 128 4     3
+    """
+)
+
 # Sizes a plan's block map before the configuration is known.
 MIN_BLOCK_M = min(
     rule.configs.gate_up.block_m for rule in (*CONFIG_RULES, *PACKED_RULES) if isinstance(rule.configs, GemmPair)
@@ -81,6 +105,7 @@ def select_config(
     packed_bits: int | None = None,
     least_block_m: int = 1,
     single: bool = True,
+    invariant: bool = False,
 ) -> GemvPair | SinglePair | GemmPair:
     """Returns the configurations of both products.
 
@@ -92,10 +117,12 @@ def select_config(
         packed_bits: bits of a packed weight; None: weights have the dtype of the activations.
         least_block_m: fewest rows that the device's matrix units take.
         single: whether the caller has kernels that sum over one token's routes.
+        invariant: whether a row must have the same bits in every call.
     """
     # Scales add at most 1.25 bits a weight, here rounded up.
     weight_bits = 8 * element_bytes if packed_bits is None else packed_bits + 2
-    for rule in CONFIG_RULES if packed_bits is None else PACKED_RULES:
+    plain, packed = (INVARIANT_RULES, PACKED_INVARIANT_RULES) if invariant else (CONFIG_RULES, PACKED_RULES)
+    for rule in plain if packed_bits is None else packed:
         if (
             element_bytes == rule.element_bytes
             and num_tokens <= rule.max_tokens
@@ -111,6 +138,8 @@ def select_config(
                 configs.gate_up, _stage_bytes(configs.gate_up, element_bytes, weight_bits), shared_bytes
             )
             down = fit_pipeline(configs.down, _stage_bytes(configs.down, element_bytes, weight_bits), shared_bytes)
+            if invariant and packed_bits is not None:
+                gate_up, down = (dataclasses.replace(config, chained=True) for config in (gate_up, down))
             return dataclasses.replace(configs, gate_up=gate_up, down=down)
     raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
 

@@ -131,14 +131,18 @@ def accumulate_slices(
     BLOCKS: tl.constexpr = BLOCK_K // 64
     WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
     FOLDED: tl.constexpr = SCALE != "float32"
+    # Where Hopper's kernels serve the format too, its groups' scales are rounded as there.
+    ROUNDED: tl.constexpr = (
+        FORMAT.chained and group_scale is not None and not FOLDED and zero_point is None and GROUP % 64 == 0
+    ) and tl.bfloat16 == DTYPE
     # Where scales multiply partial products, a product ends with its group.
-    PARTIAL: tl.constexpr = group_scale is not None and not FOLDED
+    PARTIAL: tl.constexpr = group_scale is not None and not FOLDED and not ROUNDED
     PARTS: tl.constexpr = 64 // GROUP if PARTIAL and GROUP < 64 else 1
     PAIRS: tl.constexpr = 4 // PARTS
     PART: tl.constexpr = 64 // PARTS
     GROUP_BLOCKS: tl.constexpr = GROUP // 64 if PARTIAL and GROUP > 64 else 1
     # Then one accumulator suffices. Triton 3.6 uses mma.sync for tiles this low; with 3.8's wgmma the waits remain.
-    CHAINED: tl.constexpr = not PARTIAL and BLOCK_M < 16
+    CHAINED: tl.constexpr = not PARTIAL and (BLOCK_M < 16 or FORMAT.chained)
     ROWS: tl.constexpr = SLICES * BLOCK_N
     PRODUCT: tl.constexpr = [BLOCK_N, BLOCK_M] if SLICES == 1 else [SLICES, BLOCK_N, BLOCK_M]
     if SLICES == 1:
@@ -160,7 +164,10 @@ def accumulate_slices(
             low_words, high_words = _load_words(words, block, columns, num_blocks, num_columns, WORDS, MASK_B)
             # Blocks past the last have no scales; any will do.
             scaled_block = tl.minimum(block, num_blocks - 1) if MASK_B else block
-            if GROUP == 16 or within % 2 == 0:
+            if ROUNDED and (GROUP == 64 or within % 2 == 0):
+                factor = tl.load(group_scale + scaled_block * 64 // GROUP * num_columns + columns)
+                scale_word = factor.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+            elif GROUP == 16 or within % 2 == 0:
                 if FOLDED:
                     scale_word = _load_code_word(group_scale, columns, scaled_block, num_columns, GROUP)
                 if zero_point is not None:

@@ -38,6 +38,7 @@ class WeightFormat(NamedTuple):
     scale_dtype: str | None = None  # None with `element`
     slices: int = 1  # pieces of a step of the main loop, one per warp, or 1
     stages: int | None = None  # depth of the main loop's pipeline; None: Triton's own choice for the kernel
+    chained: bool = False  # as in `GroupedGemmConfig`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +179,8 @@ def _pair(words, factors, HIGH: tl.constexpr, addend, p: tl.constexpr, ELEMENT: 
 
     Args:
         words: [BLOCK_N, 8] uint32 that hold them.
-        factors: [BLOCK_N, 1] from `_folded_scales`, for 4-bit floats; HIGH selects the half.
+        factors: [BLOCK_N, 1] from `_folded_scales`, for 4-bit floats; HIGH selects the half. For integers rounded
+            scales in the low half, or None.
         addend: minus the zero point in units of a dequantized integer, in both halves, for integers.
     """
     if ELEMENT == "float4_e2m1fn":
@@ -203,6 +205,8 @@ def _pair(words, factors, HIGH: tl.constexpr, addend, p: tl.constexpr, ELEMENT: 
         # 2**127 and 2**15, less the place.
         UNIT: tl.constexpr = 0x7F00 - PLACE * 0x80 if tl.bfloat16 == DTYPE else 0x7800 - PLACE * 0x400
         pair = _multiply_add(bits, tl.full([1, 1], UNIT * 0x10001, tl.uint32), addend, DTYPE)
+        if factors is not None:
+            pair = _multiply_by_half(pair, factors, False, DTYPE)
     return _split_pair(pair, DTYPE)
 
 
@@ -267,4 +271,5 @@ def _restore(
         # The middle of the range, 128 or 8, in the units of `_pair`: 2**-6 and 2**-9.
         EXPONENT: tl.constexpr = 7 if ELEMENT == "int8" else 3
         MIDDLE: tl.constexpr = 0x8000 + ((121 + EXPONENT) << 7 if tl.bfloat16 == DTYPE else (6 + EXPONENT) << 10)
-        return _pair(words, None, False, tl.full([1, 1], MIDDLE * 0x10001, tl.uint32), p, ELEMENT, DTYPE)
+        factors = None if scale_word is None else scale_word[:, None]
+        return _pair(words, factors, False, tl.full([1, 1], MIDDLE * 0x10001, tl.uint32), p, ELEMENT, DTYPE)

@@ -25,12 +25,27 @@ CONFIG_RULES = read_rules(
     """
 )
 
+# Rows that must keep their bits in every call: from 64 rows on Hopper's tensor cores multiply 8-bit floats as such, in
+# fewer rows as 16-bit floats, whose sums keep more bits.
+INVARIANT_RULES = read_rules(
+    """
+    bytes tokens rows schedule| m   group mask | n   k   warps stages | n   k   warps stages
+    1     16     any  direct | 64  1     yes  | 32  128 4     4      | 64  128 4     4
+    1     any    100  sorted | 64  1     yes  | 64  128 4     4      | 128 128 4     4
+    1     any    any  sorted | 128 8     no   | 128 128 8     4      | 128 128 8     4
+    """
+)
+
 # Sizes a plan's block map before the configuration is known.
 MIN_BLOCK_M = min(rule.configs.gate_up.block_m for rule in CONFIG_RULES if isinstance(rule.configs, GemmPair))
 
 
 def select_quantized_config(
-    num_tokens: float, rows_per_expert: float, num_halves: int, shared_bytes: int | None = None
+    num_tokens: float,
+    rows_per_expert: float,
+    num_halves: int,
+    shared_bytes: int | None = None,
+    invariant: bool = False,
 ) -> GemmPair:
     """Returns the configurations of both products.
 
@@ -39,10 +54,11 @@ def select_quantized_config(
         rows_per_expert: Average number of rows per expert.
         num_halves: 2 where the first product is of gate and up, else 1.
         shared_bytes: Shared memory that one program may use on the device; shortens pipelines that would not fit.
+        invariant: Whether a row must have the same bits in every call.
     """
     configs = next(
         rule.configs
-        for rule in CONFIG_RULES
+        for rule in (INVARIANT_RULES if invariant else CONFIG_RULES)
         if num_tokens <= rule.max_tokens and rows_per_expert <= rule.max_rows_per_expert
     )
     assert isinstance(configs, GemmPair)

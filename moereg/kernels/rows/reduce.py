@@ -83,6 +83,7 @@ def _reduce_routes_kernel(
     route_rows,
     route_expert,
     expert_map,
+    topk_weights,
     num_experts,
     num_local_experts,
     hidden_size,
@@ -104,7 +105,10 @@ def _reduce_routes_kernel(
         else:
             expert = load_local_expert(route_expert, expert_map, route, route + 1, num_experts, num_local_experts)
         mask = (columns < hidden_size) & (expert >= 0)
-        total += tl.load(route_rows + route * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(route_rows + route * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+        if topk_weights is not None:
+            value *= tl.load(topk_weights + route, mask=expert >= 0, other=0.0)
+        total += value
     tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
 
 
@@ -114,6 +118,7 @@ def reduce_routes(
     route_expert: torch.Tensor,
     *,
     expert_map: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
     num_experts: int | None = None,
     num_local_experts: int | None = None,
     overlap: bool = False,
@@ -122,11 +127,11 @@ def reduce_routes(
 
     Args:
         out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
-        route_rows: [T * K, H], any float dtype, rows contiguous: already weighted; only those of valid
-            routes are read.
+        route_rows: [T * K, H], any float dtype, rows contiguous; only those of valid routes are read.
         route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with `num_experts` the
             router's ids, `topk_ids`.
         expert_map: [num_experts] int32, local expert or -1; None: identity.
+        topk_weights: [T, K] fp32 contiguous, or None where rows are weighted already.
         num_experts: ids at or above it add nothing; None: `route_expert` has local experts.
         num_local_experts: mapped experts at or above it add nothing; given with `num_experts`.
         overlap: whether to start while the kernel that writes `route_rows` still runs.
@@ -138,7 +143,7 @@ def reduce_routes(
     launch(
         _reduce_routes_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
-        *(out, route_rows, route_expert, expert_map),
+        *(out, route_rows, route_expert, expert_map, topk_weights),
         *(num_experts, num_local_experts, hidden_size, route_rows.stride(0), out.stride(0)),
         TOP_K=route_expert.numel() // num_tokens,
         BLOCK=block,
