@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 from moereg.backends._loaded import LoadedExperts, scaled_input_reasons
 from moereg.experts import Facts
 from moereg.platforms import Platform
+from moereg.quantize import spans_tokens
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
@@ -29,6 +30,8 @@ _CPU: Final = Facts(
     deterministic=True,
 )
 _CPU_BATCHED: Final = dataclasses.replace(_CPU, activation_formats=_BATCHED)
+# Products of one shape, and sums in one order, for as long as torch's number of threads stays.
+_INVARIANT: Final = dataclasses.replace(_CPU, batch_invariant=True)
 _DEVICE: Final = dataclasses.replace(_CPU, graph_capture=True)
 
 # These schemes mean a 16-bit matmul on dequantized weights, and the weights stay packed in memory. So this counts as a
@@ -37,7 +40,10 @@ _WEIGHT_ONLY: Final = tuple(
     scheme for scheme in QUANT_SCHEMES.values() if scheme.weight is not None and scheme.activation is None
 )
 # No CPU multiplies these formats. Activations are rounded to the format's values and multiplied in fp32.
-_EMULATED: Final = tuple(scheme for scheme in QUANT_SCHEMES.values() if scheme.activation is not None)
+_EMULATED: Final = tuple(
+    scheme for scheme in QUANT_SCHEMES.values() if scheme.activation is not None and not spans_tokens(scheme)
+)
+_SPANNING: Final = tuple(scheme for scheme in QUANT_SCHEMES.values() if spans_tokens(scheme))
 
 
 def _has_int8_matmul(platform: Platform) -> str | None:
@@ -61,7 +67,7 @@ class _TorchExperts(LoadedExperts):
 class TorchPackedExperts(_TorchExperts):
     """CPU, standard format: weights in oneDNN's layout where that is faster, active experts only."""
 
-    facts = _CPU
+    facts = _INVARIANT
     layouts = ("onednn_gate_up_down", "onednn_w13_w2", "canonical")
     implemented_by = "moereg.backends._torch.plain:Host"
 
@@ -112,15 +118,20 @@ class TorchBatchedExperts(_TorchExperts):
 # zero points), against 69 ms with unquantized weights in oneDNN's layout. Emulated activations add 5 to 20 %.
 @register_moe_backend(name="torch", priority=40, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
 @register_moe_backend(name="torch", priority=30, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
+@register_moe_backend(
+    name="torch", priority=30, quant_schemes=_SPANNING, platforms=("cpu",), tier="emulation", batch_invariant=False
+)
 class TorchQuantizedExperts(_TorchExperts):
     """CPU, standard format: any weight and activation format that `moereg.quantize` reads."""
 
-    facts = _CPU
+    facts = _INVARIANT
     implemented_by = "moereg.backends._torch.quantized:Restoring"
 
 
 @register_moe_backend(name="torch", priority=39, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
-@register_moe_backend(name="torch", priority=29, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
+@register_moe_backend(
+    name="torch", priority=29, quant_schemes=(*_EMULATED, *_SPANNING), platforms=("cpu",), tier="emulation"
+)
 class TorchQuantizedBatchedExperts(_TorchExperts):
     """CPU, batched format: as `TorchQuantizedExperts`, on the rows that prepare laid out for each expert."""
 
@@ -136,7 +147,7 @@ class TorchQuantizedBatchedExperts(_TorchExperts):
 class TorchInt8Experts(_TorchExperts):
     """CPU with int8 instructions, standard format: int8 matmuls with int32 sums."""
 
-    facts = _CPU
+    facts = _INVARIANT
     wide_intermediate = False
     implemented_by = "moereg.backends._torch.quantized:Int8"
 

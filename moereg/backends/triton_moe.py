@@ -192,7 +192,10 @@ class TritonExperts(_PlainExperts):
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
         """Refuses sizes beyond the kernels' 32-bit offsets within one expert, and gradients of scaled inputs."""
-        return [*super().unsupported_reasons(problem, platform), *scaled_input_reasons(problem)]
+        reasons = [*super().unsupported_reasons(problem, platform), *scaled_input_reasons(problem)]
+        if problem.batch_invariant and "adapters" in problem.gradients:
+            reasons.append("requires batch_invariant=False with gradients of adapters, got True")
+        return reasons
 
     def _load(self) -> Implementation:
         if self.problem.gradients:

@@ -42,7 +42,7 @@ _COLUMNS: Final = {
     "drawn": ("drawn",),
     "faults": ("faults", "rounding"),
     "gradients": ("gradients", "gradient_faults", "training"),
-    "calls": ("workspaces", "equal_bits", "graph", "synchronization", "compile"),
+    "calls": ("workspaces", "equal_bits", "batch_invariance", "graph", "synchronization", "compile"),
 }
 """The table's columns, with the kinds of checks that each counts."""
 

@@ -25,6 +25,8 @@ from moereg.weights.permuted import ExpertWeights
 
 TOKENS: Final = (0, 1, 2, 17, 63)
 GPU_TOKENS: Final = (*TOKENS, 4096)
+INVARIANT_TOKENS: Final = (1, 2, 3, 5, 8, 16, 17, 64, 255)
+GPU_INVARIANT_TOKENS: Final = (*INVARIANT_TOKENS, 1024, 4096)
 
 _MACHINE: Final[contextvars.ContextVar[Platform | None]] = contextvars.ContextVar("moereg_kit_machine", default=None)
 
@@ -164,6 +166,23 @@ def calls_of(case: Case, is_first: bool) -> list[tuple[int, str]]:
         for num_tokens in tokens
         for routing in (ROUTINGS if num_tokens in (17, 4096) else ("uniform",))
     ]
+
+
+def invariant_problems(cell: BackendCell, platform: Platform) -> list[MoEProblem]:
+    """Problems of a cell whose rows must keep their bits; if imitated, the first of each scheme."""
+    found: dict[object, MoEProblem] = {}
+    for problem in accepted_problems(cell, platform):
+        asked = dataclasses.replace(problem, batch_invariant=True)
+        if not evaluate(cell, asked, platform, Request(require=(cell.name,))).reasons:
+            found.setdefault(asked.quant if _imitates(cell, platform) else asked, asked)
+    return list(found.values())
+
+
+def invariant_tokens(case: Case) -> tuple[int, ...]:
+    """Tokens of the calls in which rows must have equal bits; fewer where kernels are interpreted."""
+    if case.is_imitated:
+        return 1, 2, 17
+    return GPU_INVARIANT_TOKENS if case.device.type == "cuda" else INVARIANT_TOKENS
 
 
 def fault_tokens(case: Case) -> int:
@@ -344,6 +363,7 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
         ("router_weight_on_input", facts.router_weight_on_input, {"top_k": 1, "apply_router_weight_on_input": True}),
         ("graph_capture", facts.graph_capture, {"graph_capture": True}),
         ("deterministic", facts.deterministic, {"deterministic": True}),
+        ("batch_invariant", facts.batch_invariant, {"batch_invariant": True}),
     ):
         if not is_claimed:
             yield code, changed(**changes)

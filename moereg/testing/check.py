@@ -117,7 +117,7 @@ class Check:
             watch = stack.enter_context(checks.watched_imports()) if self.kind == "deciding" else None
             import_modules(self.modules)
             stack.enter_context(running_as(chosen_machine(self.platform)))
-            cell = stack.enter_context(ready_to_run(self.cell.find(), has_threads=self.kind == "equal_bits"))
+            cell = stack.enter_context(ready_to_run(self.cell.find(), has_threads=self.kind in _THREADED_KINDS))
             if self.kind in _POISONED_KINDS:
                 stack.enter_context(poisoned_empty())
             try:
@@ -201,6 +201,7 @@ CHECK_KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "training": lambda cell, argument: gradients.check_training(cell),
     "reload": lambda cell, argument: checks.check_reload(cell),
     "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
+    "batch_invariance": lambda cell, argument: checks.check_batch_invariance(_case(cell, argument)),
     "graph": lambda cell, argument: checks.check_graph_replay(cell),
     "synchronization": lambda cell, argument: checks.check_no_synchronization(cell),
     "compile": lambda cell, argument: checks.check_compiles(cell),
@@ -210,6 +211,9 @@ CHECK_KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
 
 GRADIENT_KINDS: Final = ("gradients", "gradient_faults", "training")
 """Kinds that fail if gradients are wrong, and only then."""
+
+# A thread's share of the work may depend on the number of tokens.
+_THREADED_KINDS: Final = ("equal_bits", "batch_invariance")
 
 # Poisoning would disturb `compile`, which inspects a compiled graph, and GPU kinds that watch launches.
 _POISONED_KINDS: Final = (

@@ -42,6 +42,7 @@ from moereg.testing.cases import (
     claimed_problems,
     fault_tokens,
     first_case,
+    invariant_tokens,
     machine,
     rejected_problems,
     runnable_platform,
@@ -450,6 +451,36 @@ def check_equal_bits(cell: BackendCell) -> None:
         with busy:
             filler @ filler
         assert torch.equal(kernel(*call), first), "equal inputs gave other bits"
+
+
+def check_batch_invariance(case: Case) -> None:
+    """A token's row has equal bits in calls of any size: in another order, beside NaN, and beside one busy expert."""
+    counts = invariant_tokens(case)
+    most = counts[-1]
+    inputs, crowd = (make_inputs(case.problem, most, routing, case.device) for routing in ("uniform", "one_expert"))
+    ruined = dataclasses.replace(inputs, hidden_states=torch.full_like(inputs.hidden_states, float("nan")))
+    layer = GuardedLayer(case, make_weights(case.problem, case.device), calls=[inputs])
+    whole = layer(inputs)
+    layer.check_close(inputs, whole, layer.truths[0])
+    order = torch.randperm(most, generator=torch.Generator().manual_seed(0)).to(case.device)
+    for count in counts:
+        calls: list[tuple[str, Inputs | None]] = [(f"T={count}", None)]
+        if count > 1 and not case.is_imitated:
+            calls += [(f"T={count} beside NaN", ruined), (f"T={count} beside tokens of one expert", crowd)]
+        for name, neighbors in calls:
+            for rows in order.split(count)[: 4 if count == 1 else 1]:
+                # Every third row is the token's own beside neighbors.
+                own = torch.arange(len(rows), device=case.device) % (1 if neighbors is None else 3) == 0
+                mixed = [
+                    mine[rows] if neighbors is None else torch.where(own[:, None], mine[rows], others[rows])
+                    for mine, others in zip(inputs.call, (neighbors or inputs).call, strict=True)
+                ]
+                out = layer(Inputs(*mixed))
+                equal = (out == whole[rows]).all(1) | ~own
+                assert equal.all(), (
+                    f"{name}: {int((~equal).sum())} of {int(own.sum())} rows have other bits than among {most} tokens"
+                )
+    layer.late.check()
 
 
 def check_compiles(cell: BackendCell) -> None:

@@ -76,7 +76,8 @@ def test_requests_reach_the_dispatcher(call_json: CallJson) -> None:
 def test_options_override_the_model(call_json: CallJson) -> None:
     line = (
         "explain --model gpt-oss-20b --hidden 128 --dtype fp16 --no-bias --swiglu-limit 3.5 --num-local-experts 4 "
-        "--activation-format batched --graph-capture --deterministic --exact-activations --tokens 17 --platform cpu"
+        "--activation-format batched --graph-capture --deterministic --batch-invariant --exact-activations "
+        "--tokens 17 --platform cpu"
     )
     problem = call_json(line)[1]["problem"]
     expected = MoEProblem(
@@ -90,6 +91,7 @@ def test_options_override_the_model(call_json: CallJson) -> None:
         activation_format="batched",
         graph_capture=True,
         deterministic=True,
+        batch_invariant=True,
         exact_activations=True,
         max_num_tokens=17,
     )

@@ -30,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "apply_router_weight_on_input": True,
     "graph_capture": True,
     "deterministic": True,
+    "batch_invariant": True,
     "exact_activations": True,
     "gradients": ["weights"],
     "adapter_rank": 8,

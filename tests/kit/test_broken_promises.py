@@ -93,6 +93,8 @@ def run_kind(kind: str, experts: type[FakeExperts]) -> None:
             drawn(experts)
         case "rounding":
             of_scheme(kind, "int8_w8a8", cell_of(experts, "int8_w8a8"))
+        case "batch_invariance":
+            checks.check_batch_invariance(case_of(experts, batch_invariant=True))
         case _:
             CHECK_KINDS[kind](cell_of(experts), watch() if kind == "deciding" else None)
 
@@ -306,6 +308,72 @@ def diagnosed_by_a_failure() -> None:
         numbers(off_by(3))
 
 
+class AloneExperts(RightExperts):
+    """Runs each token alone, so that no row sees another; others override `row`."""
+
+    facts = dataclasses.replace(LITTLE, batch_invariant=True)
+
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        rows = [self.row(token, inputs, weights, computes) for token in range(len(inputs.hidden_states))]
+        return torch.cat(rows) if rows else torch.empty_like(inputs.hidden_states)
+
+    def row(self, token: int, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        own = (tensor[token : token + 1] for tensor in (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids))
+        return super().result(ExpertInputs(*own), weights, computes)
+
+
+class DeeperTileExperts(AloneExperts):
+    """From 16 tokens on sums run over the depth in another order."""
+
+    def row(self, token: int, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        if len(inputs.hidden_states) < 16:
+            return super().row(token, inputs, weights, computes)
+        flipped = {name: tensor.flip(2) if name == "w13" else tensor for name, tensor in weights.per_expert.items()}
+        other = dataclasses.replace(inputs, hidden_states=inputs.hidden_states.flip(1))
+        return super().row(token, other, PermutedWeights("canonical", flipped), computes)
+
+
+class SplitSumExperts(AloneExperts):
+    """Beyond one token the second product's depth is summed in two halves."""
+
+    def row(self, token: int, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        if len(inputs.hidden_states) == 1:
+            return super().row(token, inputs, weights, computes)
+        total = torch.zeros(())
+        for half in weights["w2"].chunk(2, dim=2):
+            # In either half the other is zero.
+            w2 = torch.where(torch.isin(weights["w2"], half), weights["w2"], 0.0)
+            own = PermutedWeights("canonical", {**weights.per_expert, "w2": w2})
+            total = total + super().row(token, inputs, own, computes)
+        return total
+
+
+class SharedScaleExperts(AloneExperts):
+    """Tokens are scaled by the largest magnitude of the call, and back."""
+
+    def row(self, token: int, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        scale = inputs.hidden_states.abs().amax() / 448
+        scaled = dataclasses.replace(inputs, hidden_states=(inputs.hidden_states / scale) * scale)
+        return super().row(token, scaled, weights, computes)
+
+
+class SpreadingNanExperts(AloneExperts):
+    """A token that is not a number spoils the next one."""
+
+    def row(self, token: int, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        before = inputs.hidden_states[token - 1, 0] * 0 if token else torch.tensor(0.0)
+        return super().row(token, inputs, weights, computes) + before
+
+
+class BusyExpertExperts(AloneExperts):
+    """An expert with many rows takes another tile."""
+
+    def row(self, token: int, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        num_tokens, busiest = len(inputs.topk_ids), int(inputs.topk_ids.flatten().bincount().max())
+        own = super().row(token, inputs, weights, computes)
+        return own * (1 + 1e-6) if num_tokens >= 64 and busiest > 0.8 * num_tokens else own
+
+
 # The kind of check, the fault, what the check says, and a class with that fault, or what runs the check on one.
 BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
     ("deciding", "raises", "its predicate raised KeyError", predicate(lambda *_: no_such_key())),
@@ -330,6 +398,11 @@ BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
     ("reload", "keeps", "reload left the old weights", KeepingExperts),
     ("reload", "wears", "equal weights gave another result after a reload", WearingExperts),
     *(("equal_bits", f"call {number}", "equal inputs gave other bits", in_call(number)) for number in (1, 2, 4)),
+    ("batch_invariance", "another tile", "rows have other bits than among 255 tokens", DeeperTileExperts),
+    ("batch_invariance", "split sum", "rows have other bits than among 255 tokens", SplitSumExperts),
+    ("batch_invariance", "scale of the call", "rows have other bits than among 255 tokens", SharedScaleExperts),
+    ("batch_invariance", "spreads NaN", "beside NaN: 1 of 2 rows", SpreadingNanExperts),
+    ("batch_invariance", "busy expert", "beside tokens of one expert", BusyExpertExperts),
     ("compile", "first size", "T=17: compiled code gave another result than eager code", in_call(2)),
     ("compile", "second size", "T=5: compiled code gave another result than eager code", in_call(4)),
     ("rounding", "mostly keeps them", "activations were kept at 16 bits", Mostly16BitExperts),
@@ -434,7 +507,7 @@ def test_each_fault_must_be_seen_well_above_the_bound(
 
 def test_a_right_class_passes_what_the_others_fail() -> None:
     for kind in sorted({kind for kind, *_ in BROKEN} - {"compile"}):
-        run_kind(kind, RightExperts)
+        run_kind(kind, AloneExperts if kind == "batch_invariance" else RightExperts)
     CHECK_KINDS["deciding"](cell_of(RightExperts), watch("json"))
     for fill in FILLS:
         drawn(RightExperts, fill=fill)

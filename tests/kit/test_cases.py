@@ -72,7 +72,7 @@ def test_rejected_problems_lie_outside_of_every_fact() -> None:
     codes = {code for code, _ in rejected_problems(cell_of(LITTLE))}
     assert codes == {
         "activation", "swiglu_limit", "bias", "dtype", "activation_format", "placement", "router_weight_on_input",
-        "graph_capture", "deterministic", "gradients",
+        "graph_capture", "deterministic", "batch_invariant", "gradients",
     }  # fmt: skip
     found = list(rejected_problems(cell_of(LITTLE)))
     assert {problem.activation.name for code, problem in found if code == "activation"} >= set(ACTIVATIONS) - {

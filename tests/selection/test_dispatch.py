@@ -164,6 +164,11 @@ REASONS = [
     undeclared("graph_capture", "cannot be captured in a CUDA graph, got graph_capture=True", graph_capture=True),
     undeclared("deterministic", "does not give the same bits each time, got deterministic=True", deterministic=True),
     undeclared(
+        "batch_invariant",
+        "a token's bits depend on the other tokens of its call, got batch_invariant=True",
+        batch_invariant=True,
+    ),
+    undeclared(
         "gradients", "does not compute gradients of (hidden_states, weights)", gradients={"weights", "hidden_states"}
     ),
     reason(

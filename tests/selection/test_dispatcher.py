@@ -37,6 +37,7 @@ FACTS = DispatcherFacts(
     dtypes=frozenset({"bfloat16"}),
     graph_capture=True,
     deterministic=True,
+    batch_invariant=True,
     router_weight_on_input=True,
 )
 
@@ -90,6 +91,7 @@ def judged(
         ({}, "dtype: requires dtype in (bfloat16), got float32", {"dtype": "float32"}),
         ({"graph_capture": False}, "graph_capture: waits for counts on the host, got gr", {"graph_capture": True}),
         ({"deterministic": False}, "deterministic: does not give the same bits each ti", {"deterministic": True}),
+        ({"batch_invariant": False}, "batch_invariant: a token's bits depend on the ot", {"batch_invariant": True}),
         (
             {"router_weight_on_input": False},
             "router_weight_on_input: does not send routing weights, got apply_router_weight_on_input=True",

@@ -42,6 +42,7 @@ ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "max_num_tokens": (True, 16, {}),
     "graph_capture": ("no", False, {"graph_capture": True}),
     "deterministic": (2, False, {"deterministic": True}),
+    "batch_invariant": (None, False, {"batch_invariant": True}),
     "gradients": (frozenset({"biases"}), frozenset(), {"gradients": {"weights"}}),
 }
 

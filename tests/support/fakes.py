@@ -25,6 +25,7 @@ EVERYTHING = Facts(
     router_weight_on_input=True,
     graph_capture=True,
     deterministic=True,
+    batch_invariant=True,
 )
 
 LITTLE = Facts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from typing import Final
 
 import torch
@@ -47,6 +48,11 @@ class HostImplementation(Implementation):
         """Fewest blocks of an expert's rows for which a thread each is faster than all threads on one at a time."""
         return 2
 
+    @property
+    def _activation(self) -> mlp.ActivationFn:
+        activation = self.problem.activation
+        return mlp.row_by_row(activation) if self.problem.batch_invariant else activation
+
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The routed rows of a chunk of tokens, in the second workspace."""
         problem, dtype = self.problem, host.rows_dtype(self.problem.torch_dtype)
@@ -68,8 +74,9 @@ class HostImplementation(Implementation):
             apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
             # As in the reference, scaled inputs are rounded before they are quantized.
             scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
-            min_tasks=self._min_tasks,
+            min_tasks=sys.maxsize if self.problem.batch_invariant else self._min_tasks,
             min_rows=self._min_rows,
+            invariant=self.problem.batch_invariant,
         )
 
 
@@ -113,7 +120,8 @@ class Host(HostImplementation):
         return PermutedWeights(ONEDNN_FUSED, {**halves, "down": down, **biases})
 
     def _mlp(self, call: Call) -> mlp.ExpertMlp:
-        activation, dtype, weights = self.problem.activation, self.problem.torch_dtype, call.weights
+        activation, dtype, weights = self._activation, self.problem.torch_dtype, call.weights
+        invariant = self.problem.batch_invariant
         biases = (weights.get("w13_bias"), weights.get("w2_bias"))
         narrow: mlp.ExpertMlp
         if weights.layout == ONEDNN_FUSED:
@@ -123,13 +131,14 @@ class Host(HostImplementation):
             narrow, wide = fused, fused.unpacked
         else:
             is_emulated = mlp.dtype_is_emulated(dtype)
-            few_rows = mlp.few_rows(self._num_elements, is_emulated) if weights.layout == CANONICAL else 0
+            shares = weights.layout == CANONICAL and not invariant
+            few_rows = mlp.few_rows(self._num_elements, is_emulated) if shares else 0
             w13, w2 = weights.per_expert["w13"], weights.per_expert["w2"]
             narrow = wide = mlp.PlainMlp(w13, w2, activation, *biases, is_emulated, few_rows)
         # The other dtypes have the range of fp32.
         if dtype != torch.float16:
             return narrow
-        return mlp.RepeatingMlp(narrow, wide, mlp.has_large_weights(call.inputs.topk_weights))
+        return mlp.RepeatingMlp(narrow, wide, invariant or mlp.has_large_weights(call.inputs.topk_weights))
 
     @property
     def _min_rows(self) -> int:

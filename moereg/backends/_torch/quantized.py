@@ -47,7 +47,8 @@ class Restoring(_Canonical):
         mlp = self._restoring_mlp(weights, {})
         if mlp.compute_dtype == torch.float16:
             wide = dataclasses.replace(mlp, compute_dtype=torch.float32)
-            return RepeatingMlp(mlp, wide, has_large_weights(inputs.topk_weights))
+            only_wide = self.problem.batch_invariant or has_large_weights(inputs.topk_weights)
+            return RepeatingMlp(mlp, wide, only_wide)
         if not spans_tokens(self.computes):
             return mlp
         # A dynamic scale of all rows comes before any is rounded; a2 needs a13, so the first matmul runs twice.
@@ -85,7 +86,7 @@ class Restoring(_Canonical):
         return RestoringMlp(
             self._matrix(weights, "w13", self._w13_rows, problem.hidden_size),
             self._matrix(weights, "w2", problem.hidden_size, problem.intermediate_size),
-            problem.activation,
+            self._activation,
             torch.float32 if is_fp32 else problem.torch_dtype,
             functools.partial(self._round, weights.get("a13_scale"), scales.get("a13")) if rounds else None,
             functools.partial(self._round, weights.get("a2_scale"), scales.get("a2")) if rounds else None,
@@ -129,7 +130,7 @@ class Int8(_Canonical):
             weights["w2"],
             weights["w13_scale"],
             weights["w2_scale"],
-            self.problem.activation,
+            self._activation,
             self._quantize,
             weights.get("w13_bias"),
             weights.get("w2_bias"),

@@ -34,6 +34,9 @@ GATHER_ONCE_BYTES: Final = 4 << 20
 FEW_ROUTES: Final = 128
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
+# Rows of every product where a row must have the same bits in any call: torch's libraries choose the order of a sum by
+# the shape of a product. A matmul of fewer takes about as long.
+INVARIANT_ROWS: Final = 16
 # Up to this many elements, a batched product sums a call's rows in fewer steps than an embedding bag.
 FEW_SUMMED: Final = 1 << 17
 
@@ -164,6 +167,7 @@ def host_experts(
     scaled_dtype: torch.dtype | None = None,
     min_tasks: int = 2,
     min_rows: int = MIN_ROWS,
+    invariant: bool = False,
 ) -> None:
     """Runs the experts of a CPU layer, chunk by chunk of tokens.
 
@@ -183,11 +187,13 @@ def host_experts(
         scaled_dtype: Dtype of scaled inputs; None: that of hidden_states.
         min_tasks: As in `run_tasks`.
         min_rows: As in `bucket_rows`.
+        invariant: Whether a token's row must have the same bits in any call, for a fixed number of threads. `mlp` must
+            then compute its rows alike, and `min_tasks` must be out of reach.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
     scaled_dtype = scaled_dtype or hidden_states.dtype
-    if num_tokens == 1:
+    if num_tokens == 1 and not invariant:
         ids = _local_experts(topk_ids, expert_map)
         slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_local_experts]
         weights = topk_weights.view(-1)
@@ -197,6 +203,8 @@ def host_experts(
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
+    if invariant:
+        block = min_rows = INVARIANT_ROWS
     for first in range(0, num_tokens, chunk):
         tokens = slice(first, first + chunk)
         routes = sort_on_host(topk_ids[tokens], num_local_experts, expert_map)
@@ -205,7 +213,8 @@ def host_experts(
         x = hidden_states[tokens]
         rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, min_tasks, min_rows)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
-        _weighted_sum(out[tokens], rows, routes, weights)
+        add_up = _sum_in_order if invariant else _weighted_sum
+        add_up(out[tokens], rows, routes, weights)
 
 
 def routed_inputs(
@@ -282,7 +291,7 @@ def _run_segments(
         rows[:-1].copy_(results)
         return rows
     # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
-    order = F.pad(routes.order, (0, MIN_ROWS - 1))
+    order = F.pad(routes.order, (0, max(MIN_ROWS, min_rows) - 1))
     num_gathered = len(order)
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
     everything = gather(order) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
@@ -360,6 +369,15 @@ def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, w
         scales = torch.cat((scales, (weights - scales.float()).to(rows.dtype)), dim=1)
         positions = torch.cat((positions, positions), dim=1)
     out.copy_(F.embedding_bag(positions, rows, mode="sum", per_sample_weights=scales))
+
+
+def _sum_in_order(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, weights: torch.Tensor) -> None:
+    """As `_weighted_sum`, choice by choice, so that no order depends on the number of tokens."""
+    weights = weights.masked_fill(routes.positions == routes.num_rows, 0.0)
+    total = torch.zeros(out.shape, dtype=torch.float32, device="cpu")
+    for places, factors in zip(routes.positions.unbind(1), weights.unbind(1), strict=True):
+        total += rows.index_select(0, places).float() * factors.unsqueeze(1)
+    out.copy_(total)
 
 
 def host_batched_experts(

@@ -45,6 +45,10 @@ _PACKED_ELEMENTS: Final = 400_000
 # with 1.6 million, 1.0x with 5 million and more.
 _SHARED_ELEMENTS: Final = 2_000_000
 
+# Numbers that torch does not divide among threads, and of which a half is whole vectors of any CPU, unrolled.
+_UNDIVIDED: Final = 1 << 15
+_WHOLE_VECTORS: Final = 64
+
 
 class ExpertMlp(Protocol):
     """One expert's two matmuls and its activation."""
@@ -113,6 +117,21 @@ def has_large_weights(topk_weights: torch.Tensor) -> bool:
     if topk_weights.numel() <= _FEW_WEIGHTS:
         return any(abs(weight) > _LARGE_WEIGHT for weight in topk_weights.flatten().tolist())
     return bool((topk_weights.abs() > _LARGE_WEIGHT).any())
+
+
+def row_by_row(activation: ActivationFn) -> ActivationFn:
+    """An activation of rows [M,C] whose bits do not depend on a row's neighbors.
+
+    torch divides large tensors among threads, and computes the end of a thread's share, less than some vectors, with
+    other functions than the vectors. So this takes rows that are whole vectors together, in few numbers, others alone.
+    """
+
+    def of_few(x: torch.Tensor) -> torch.Tensor:
+        columns = x.shape[1]
+        rows = 1 if columns % _WHOLE_VECTORS else max(1, _UNDIVIDED // columns)
+        return torch.cat([activation(part) for part in x.split(rows)])
+
+    return of_few
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
