@@ -130,6 +130,8 @@ _CODES: Final = _stacked(
         platforms=("cuda:sm100+",),
         requires=("triton>=3.8",),
         dtypes=("bfloat16", "float16"),
+        # For tiles of either kind.
+        batch_invariant=False,
     ),
     # Likewise, but sm120 keeps the emulation until a machine has run this: there Triton 3.8 dequantizes both sides of
     # mxfp4_mxfp8 to bf16 in all tiles, and spills.
@@ -139,9 +141,10 @@ _CODES: Final = _stacked(
         platforms=("cuda:sm100",),
         requires=("triton>=3.8",),
         dtypes=("bfloat16", "float16"),
+        batch_invariant=False,
     ),
     # Hopper has no group-scaled MMA: Triton dequantizes both sides to bf16, exactly, and multiplies those.
-    _cell(priority=20, quant_schemes=("mxfp8",), platforms=("cuda:sm90",), tier="emulation"),
+    _cell(priority=20, quant_schemes=("mxfp8",), platforms=("cuda:sm90",), tier="emulation", batch_invariant=False),
 )
 
 

@@ -127,14 +127,14 @@ class Host(HostImplementation):
         if weights.layout == ONEDNN_FUSED:
             assert self._post_op is not None
             gate, up, down = (weights.experts(name) for name in ("gate", "up", "down"))
-            fused = mlp.PackedFusedMlp(gate, up, down, self._post_op, activation, *biases)
+            fused = mlp.PackedFusedMlp(gate, up, down, self._post_op, activation, *biases, invariant)
             narrow, wide = fused, fused.unpacked
         else:
             is_emulated = mlp.dtype_is_emulated(dtype)
             shares = weights.layout == CANONICAL and not invariant
             few_rows = mlp.few_rows(self._num_elements, is_emulated) if shares else 0
             w13, w2 = weights.per_expert["w13"], weights.per_expert["w2"]
-            narrow = wide = mlp.PlainMlp(w13, w2, activation, *biases, is_emulated, few_rows)
+            narrow = wide = mlp.PlainMlp(w13, w2, activation, *biases, is_emulated, few_rows, invariant)
         # The other dtypes have the range of fp32.
         if dtype != torch.float16:
             return narrow

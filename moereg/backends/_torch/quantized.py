@@ -103,7 +103,8 @@ class Restoring(_Canonical):
             return dequantize_rows(expert_matrix(tensors, name, expert, num_halves), fmt, columns, rows, dtype)
 
         blocks = tuple(row_blocks(num_rows, columns, fmt))
-        return RestoredMatrix(restore, blocks, num_rows, weights.get(f"{name}_bias"))
+        bias = weights.get(f"{name}_bias")
+        return RestoredMatrix(restore, blocks, num_rows, bias, self.problem.batch_invariant)
 
     def _round(
         self, static: torch.Tensor | None, dynamic: torch.Tensor | None, x: torch.Tensor, expert: int

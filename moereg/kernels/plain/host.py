@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moereg.kernels.plain.mlp import ExpertMlp, PlainMlp
+from moereg.kernels.plain.mlp import PIECE_ROWS, ExpertMlp, PlainMlp
 from moereg.kernels.plain.threads import run_tasks
 
 Part: TypeAlias = tuple[int, int, int]
@@ -34,9 +34,6 @@ GATHER_ONCE_BYTES: Final = 4 << 20
 FEW_ROUTES: Final = 128
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
-# Rows of every product where a row must have the same bits in any call: torch's libraries choose the order of a sum by
-# the shape of a product. A matmul of fewer takes about as long.
-INVARIANT_ROWS: Final = 16
 # Up to this many elements, a batched product sums a call's rows in fewer steps than an embedding bag.
 FEW_SUMMED: Final = 1 << 17
 
@@ -73,6 +70,11 @@ def bucket_rows(rows: int, min_rows: int = MIN_ROWS) -> int:
     """
     step = 1 << max(0, rows.bit_length() - 5)
     return max(min_rows, -(-rows // step) * step)
+
+
+def fill_pieces(rows: int) -> int:
+    """The row count of whole pieces, for an `mlp` that multiplies piece by piece."""
+    return -(-rows // PIECE_ROWS) * PIECE_ROWS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +190,7 @@ def host_experts(
         min_tasks: As in `run_tasks`.
         min_rows: As in `bucket_rows`.
         invariant: Whether a token's row must have the same bits in any call, for a fixed number of threads. `mlp` must
-            then compute its rows alike, and `min_tasks` must be out of reach.
+            then multiply piece by piece, and `min_tasks` must be out of reach.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
@@ -203,15 +205,14 @@ def host_experts(
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
-    if invariant:
-        block = min_rows = INVARIANT_ROWS
+    fill = fill_pieces if invariant else functools.partial(bucket_rows, min_rows=min_rows)
     for first in range(0, num_tokens, chunk):
         tokens = slice(first, first + chunk)
         routes = sort_on_host(topk_ids[tokens], num_local_experts, expert_map)
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
         x = hidden_states[tokens]
-        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, min_tasks, min_rows)
+        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, min_tasks, fill)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         add_up = _sum_in_order if invariant else _weighted_sum
         add_up(out[tokens], rows, routes, weights)
@@ -269,7 +270,7 @@ def _run_segments(
     input_weights: torch.Tensor | None,
     scaled_dtype: torch.dtype,
     min_tasks: int,
-    min_rows: int,
+    fill: Callable[[int], int],
 ) -> torch.Tensor:
     """Returns each route's unweighted output; in rows [num_rows + 1, H], with zeros last, if a route is left out."""
     is_complete = routes.num_rows == routes.positions.numel()
@@ -291,14 +292,14 @@ def _run_segments(
         rows[:-1].copy_(results)
         return rows
     # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
-    order = F.pad(routes.order, (0, max(MIN_ROWS, min_rows) - 1))
+    order = F.pad(routes.order, (0, max(MIN_ROWS, fill(1)) - 1))
     num_gathered = len(order)
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
     everything = gather(order) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
 
     def run(expert: int, start: int, wanted: int) -> None:
         # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
-        given = min(bucket_rows(wanted, min_rows), num_gathered)
+        given = min(fill(wanted), num_gathered)
         begin = min(start, num_gathered - given)
         places = slice(begin, begin + given)
         x = gather(order[places]) if everything is None else everything[places]

@@ -6,6 +6,7 @@ H hidden size, I intermediate size, E local experts, M rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
@@ -17,6 +18,8 @@ from moereg.kernels.plain import cpu
 
 ActivationFn = Callable[[torch.Tensor], torch.Tensor]
 """[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
+Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Maps rows [M,K] to [M,N]."""
 PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
 # float16 rounds to multiples of 6e-8 at least, in the output too. Beyond this weight, the rows' rounding errors matter.
@@ -45,6 +48,9 @@ _PACKED_ELEMENTS: Final = 400_000
 # with 1.6 million, 1.0x with 5 million and more.
 _SHARED_ELEMENTS: Final = 2_000_000
 
+# Rows of every product where a row must have the same bits in any call: torch's libraries choose the order of a sum by
+# the shape of a product. A matmul of fewer takes about as long.
+PIECE_ROWS: Final = 16
 # Numbers that torch does not divide among threads, and of which a half is whole vectors of any CPU, unrolled.
 _UNDIVIDED: Final = 1 << 15
 _WHOLE_VECTORS: Final = 64
@@ -119,6 +125,11 @@ def has_large_weights(topk_weights: torch.Tensor) -> bool:
     return bool((topk_weights.abs() > _LARGE_WEIGHT).any())
 
 
+def by_pieces(product: Product, x: torch.Tensor, invariant: bool) -> torch.Tensor:
+    """A product of rows x [M,K]; where rows must have the same bits in any call, of `PIECE_ROWS` rows at a time."""
+    return torch.cat([product(piece) for piece in x.split(PIECE_ROWS)]) if invariant else product(x)
+
+
 def row_by_row(activation: ActivationFn) -> ActivationFn:
     """An activation of rows [M,C] whose bits do not depend on a row's neighbors.
 
@@ -190,9 +201,13 @@ class PackedFusedMlp:
     activation: ActivationFn  # The same activation
     w13_bias: torch.Tensor | None = None  # [E,2I] or None
     w2_bias: torch.Tensor | None = None  # [E,H] or None
+    invariant: bool = False  # As in `by_pieces`
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`; the result has x's dtype."""
+        return by_pieces(lambda piece: self._of_rows(piece, expert), x, self.invariant)
+
+    def _of_rows(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         gate_bias, up_bias = (None, None) if self.w13_bias is None else self.w13_bias[expert].chunk(2)
         operation, algorithm = self.post_op
         gate = _packed_linear(x, self.gate[expert], gate_bias, operation, algorithm)
@@ -202,8 +217,8 @@ class PackedFusedMlp:
     def unpacked(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As a call, with matmuls in fp32, for the rare rows that need them."""
         w13 = torch.cat([self.gate[expert].to_dense(), self.up[expert].to_dense()])
-        hidden = self.activation(_linear(x, w13, _row(self.w13_bias, expert)))
-        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
+        hidden = self.activation(_linear(x, w13, _row(self.w13_bias, expert), self.invariant))
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert), self.invariant)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,6 +236,7 @@ class PlainMlp:
     w2_bias: torch.Tensor | None = None  # [E,H] or None
     is_emulated: bool = False  # Whether matmuls in this dtype are slow on this CPU
     few_rows: int = 0  # As `few_rows` returns it
+    invariant: bool = False  # As in `by_pieces`
 
     @property
     def has_wide_bias(self) -> bool:
@@ -230,9 +246,9 @@ class PlainMlp:
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`; the result has x's dtype."""
         dtype = torch.float32 if self.is_emulated and (len(x) >= UPCAST_ROWS or self.has_wide_bias) else x.dtype
-        gemm1 = _linear(x.to(dtype), self.w13[expert], _row(self.w13_bias, expert)).to(x.dtype)
+        gemm1 = _linear(x.to(dtype), self.w13[expert], _row(self.w13_bias, expert), self.invariant).to(x.dtype)
         hidden = self.activation(gemm1.float()).to(x.dtype).to(dtype)
-        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert)).to(x.dtype)
+        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert), self.invariant).to(x.dtype)
 
     def _copies(self, num_rows: int) -> bool:
         """Whether copying each row's expert is faster than a product for each expert."""
@@ -288,20 +304,23 @@ def _packed_linear(
     return result
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, invariant: bool = False) -> torch.Tensor:
     if weight.is_mkldnn:
         if weight.dtype == x.dtype:
-            return _packed_linear(x, weight, bias)
+            return by_pieces(lambda piece: _packed_linear(piece, weight, bias), x, invariant)
         weight = weight.to_dense()
     bias = None if bias is None else bias.to(x.dtype)
     if weight.dtype == x.dtype:
-        return F.linear(x, weight, bias)
+        return by_pieces(lambda piece: F.linear(piece, weight, bias), x, invariant)
     blocks = weight.split(max(1, _UPCAST_ELEMENTS // weight.shape[1]))
-    if len(x) in _SWAPPED_ROWS:
-        result = torch.cat([F.linear(block.to(x.dtype), x) for block in blocks]).t().contiguous()
-    else:
-        result = torch.cat([F.linear(x, block.to(x.dtype)) for block in blocks], 1)
+    columns = (by_pieces(functools.partial(_wide_columns, block.to(x.dtype)), x, invariant) for block in blocks)
+    result = torch.cat(list(columns), 1)
     return result if bias is None else result.add_(bias)
+
+
+def _wide_columns(block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The columns of `x @ weight.T` for some rows of the weight."""
+    return F.linear(block, x).t() if len(x) in _SWAPPED_ROWS else F.linear(x, block)
 
 
 def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:

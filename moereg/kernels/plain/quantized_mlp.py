@@ -6,6 +6,7 @@ H hidden size, I intermediate size, E local experts, M rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from moereg.kernels.plain import cpu
-from moereg.kernels.plain.mlp import ActivationFn
+from moereg.kernels.plain.mlp import ActivationFn, by_pieces
 
 RestoreRows = Callable[[int, slice, torch.dtype], torch.Tensor]
 """Maps an expert, rows and a dtype to those rows of the expert's matrix, [rows, K] in that dtype."""
@@ -37,13 +38,15 @@ class RestoredMatrix:
     blocks: tuple[slice, ...]  # Slices that cover its rows; their size bounds what is dequantized at a time
     num_rows: int  # N
     bias: torch.Tensor | None = None  # [E,N] or None
+    invariant: bool = False  # As in `by_pieces`
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Maps x [M,K] to [M,N] in x's dtype, a new tensor."""
         out = x.new_empty(len(x), self.num_rows)
         for rows in self.blocks:
             bias = None if self.bias is None else self.bias[expert, rows].to(x.dtype)
-            out[:, rows] = F.linear(x, self.restore(expert, rows, x.dtype), bias)
+            product = functools.partial(F.linear, weight=self.restore(expert, rows, x.dtype), bias=bias)
+            out[:, rows] = by_pieces(product, x, self.invariant)
         return out
 
 
