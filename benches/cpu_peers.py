@@ -47,8 +47,7 @@ def ktransformers(problem: MoEProblem, weights: ExpertWeights, num_threads: int)
     if not (FOLDER / "kt_kernel").is_dir():
         raise MissingPeer("not installed")
     detect: Any = _load("_cpu_detect", FOLDER / "kt_kernel/_cpu_detect.py").detect_cpu_features
-    # Without AMX, as the other peers.
-    variant = {"amx": "avx512_bf16"}.get(detect(), detect())
+    variant = detect()
     path = next(FOLDER.glob(f"kt_kernel/_kt_kernel_ext_{variant}.cpython-*.so"), None)
     if path is None:
         raise MissingPeer(f"has no kernels for {variant}")
@@ -66,7 +65,7 @@ def ktransformers(problem: MoEProblem, weights: ExpertWeights, num_threads: int)
     config.up_projs = [[expert[inner:].data_ptr() for expert in weights.w13]]
     config.down_projs = [[expert.data_ptr() for expert in weights.w2]]
     config.gate_scales = config.up_scales = config.down_scales = [[0] * problem.num_experts]
-    # The first is in tables with AVX-512 and bf16, whether or not there is AMX.
+    # The first is in variants with AVX-512 and bf16, whether or not there is AMX.
     kind = getattr(module.moe, "AMXBF16_MOE", None) or module.moe.AVX2BF16_MOE
     layer = kind(config)
     places = torch.arange(problem.num_experts)

@@ -1,4 +1,4 @@
-"""vLLM's MoE kernel for CPUs as a backend of the bench and the kit, in the form that vLLM takes without AMX.
+"""vLLM's MoE kernel for CPUs as a backend of the bench and the kit, in the form that vLLM takes on this processor.
 
     make .cpu-peers/.stamp
     moereg verify benches/vllm_cpu.py
@@ -37,6 +37,11 @@ def _operators() -> Any:
     return torch.ops._C
 
 
+def _form() -> str:
+    """What vLLM calls the instructions that it would use here."""
+    return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+
+
 def _no_library(platform: Platform) -> str | None:
     try:
         _operators()
@@ -54,7 +59,7 @@ def _no_library(platform: Platform) -> str | None:
     probes=(_no_library,),
 )
 class VllmCpuExperts(Experts):
-    """Weights in tiles of 16 rows for vector instructions, a copy beside the layer's own."""
+    """Weights in tiles of 16 rows, a copy beside the layer's own."""
 
     facts = Facts(
         activations=frozenset({"silu"}),
@@ -63,14 +68,14 @@ class VllmCpuExperts(Experts):
         placements=frozenset({"contiguous"}),
         requires_multiple={"hidden_size": 32, "intermediate_size": 32},
     )
-    layouts = ("vllm_cpu_vec",)
+    layouts = ("vllm_cpu",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         """Both matrices as vLLM packs them."""
         tensors = {}
         for name, weight in weights.tensors().items():
             tensors[name] = torch.empty_like(weight)
-            _operators().prepack_moe_weight(weight.contiguous(), tensors[name], "vec")
+            _operators().prepack_moe_weight(weight.contiguous(), tensors[name], _form())
         return PermutedWeights(self.layouts[0], tensors)
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -93,4 +98,4 @@ class VllmCpuExperts(Experts):
             is_here &= ids >= 0
         routes = inputs.topk_weights.where(is_here, 0), ids * is_here
         matrices = weights["w13"], weights["w2"], None, None
-        _operators().cpu_fused_moe(out, inputs.hidden_states, *matrices, *routes, False, "silu", "vec")
+        _operators().cpu_fused_moe(out, inputs.hidden_states, *matrices, *routes, False, "silu", _form())

@@ -28,14 +28,13 @@ from typing import Any, Final
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benches.h200.training import MODEL, random_adapters, timed
+from benches.h200.training import layer_sizes, random_adapters, timed
 from moereg.bench.inputs import Call, random_call, random_weights
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
 from moereg.quantize import dequantize_into, dequantize_weights, quantize_weights
-from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
@@ -153,13 +152,7 @@ def main() -> int:
     options = parser.parse_args()
     platform = probe_platform()
     device = torch.device("cuda" if platform.kind == "cuda" else "cpu")
-    sizes: dict[str, Any] = get_shape(MODEL).problem_keywords()
-    if options.sizes:
-        names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
-        sizes = dict(zip(names, map(int, options.sizes.split(",")), strict=True))
-    elif platform.kind != "cuda":
-        print(f"benches.h200.quantized_training needs an NVIDIA GPU or --sizes, got {platform}", file=sys.stderr)
-        return 3
+    sizes = layer_sizes(options.sizes, platform)
     facts = {**provenance(platform, ("moereg", "torch", "triton")), **clocks(platform)}
     record: dict[str, Any] = {"schema": 1, **facts, "sizes": sizes, "layers": options.layers, "rank": options.rank}
     record |= {"copy_gbps": copy_rate(device), "restored": [], "steps": []}

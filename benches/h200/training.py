@@ -33,7 +33,7 @@ from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
 from moereg.numerics.gradients import ReferenceGradients, reference_gradients
-from moereg.platforms import probe_platform
+from moereg.platforms import Platform, probe_platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.weights.adapters import ExpertAdapters, adapter_shapes
@@ -282,6 +282,21 @@ def _line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def layer_sizes(given: str | None, platform: Platform) -> dict[str, Any]:
+    """The sizes that `--sizes` gives, or the model's.
+
+    Raises:
+        SystemExit: With 3, if none are given on a machine without an NVIDIA GPU.
+    """
+    if given:
+        names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+        return dict(zip(names, map(int, given.split(",")), strict=True))
+    if platform.kind != "cuda":
+        print(f"this bench needs an NVIDIA GPU or --sizes, got {platform}", file=sys.stderr)
+        raise SystemExit(3)
+    return get_shape(MODEL).problem_keywords()
+
+
 def main() -> int:
     """Measures the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -294,13 +309,7 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     platform = probe_platform()
-    sizes: dict[str, Any] = get_shape(MODEL).problem_keywords()
-    if arguments.sizes:
-        names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
-        sizes = dict(zip(names, map(int, arguments.sizes.split(",")), strict=True))
-    elif platform.kind != "cuda":
-        print(f"benches.h200.training needs an NVIDIA GPU or --sizes, got {platform}", file=sys.stderr)
-        return 3
+    sizes = layer_sizes(arguments.sizes, platform)
     problem = MoEProblem(**sizes, dtype=arguments.dtype, gradients=GRADIENTS, adapter_rank=arguments.rank)
     print(f"{problem} on {platform.device_name or platform}, ms: moereg / fastest peer = ratio; KB a token: each")
     columns = ["T", "routing", *STEPS, *(f"saved {what}" for what in SAVING), "error in bounds"]

@@ -30,6 +30,10 @@ _HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _MODEL_OPT: Final = "hf_quant_config.json"
+# The quantization config that a published model leaves out, by model type.
+_UNSAID: Final[Mapping[str, Mapping[str, Any]]] = {
+    "inkling2_text": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]},
+}
 # Bytes, ten times the largest published: a list of quantized modules, and an index of 200,000 tensors.
 _LARGEST_CONFIG: Final = 16 * 2**20
 _LARGEST_INDEX: Final = 256 * 2**20
@@ -102,6 +106,9 @@ class CheckpointFiles(contextlib.ExitStack):
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
         """The checkpoint's quantization config and the file that holds it; None if no file does."""
         found: tuple[Mapping[str, Any], str] | None = None
+        unsaid = _UNSAID.get(str(self.config.get("model_type")))
+        if unsaid and "transformers_version" not in self._full_config:  # What transformers wrote says all.
+            found = unsaid, "config.json"
         for config in (self._full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)
@@ -120,13 +127,6 @@ class CheckpointFiles(contextlib.ExitStack):
         # ModelOpt writes a separate file, and some of its exports leave config.json as it was, or without the map.
         model_opt_path = self.find(_MODEL_OPT)
         if model_opt_path is None:
-            # The published Inkling 2 does not say how its experts are stored; what transformers wrote has its version.
-            if self.config.get("model_type") == "inkling2_text" and "transformers_version" not in self._full_config:
-                return {
-                    "quant_method": "fp8",
-                    "activation_scheme": "dynamic",
-                    "weight_block_size": [1, 32],
-                }, "config.json"
             return found
         quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):

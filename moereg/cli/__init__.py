@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, OSError):
         lost = cause
-    if lost is not None:
-        if lost.errno == errno.EPIPE:
-            return _output.BROKEN_PIPE
+    if lost is not None and lost.errno == errno.EPIPE:
+        code = _output.BROKEN_PIPE
+    elif lost is not None:
         print_error(f"standard output was lost: {lost.strerror or lost}; the output is incomplete")
         code = _output.OUTPUT_LOST
     else:

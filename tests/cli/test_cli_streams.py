@@ -110,7 +110,7 @@ from moereg import cli
 def run(arguments):
     with contextlib.suppress(OSError):
         print("waiting", file=sys.stderr)
-    return 0
+    return FOUND
 
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 cli._run = run
@@ -120,11 +120,12 @@ print(code)
 """
 
 
-def test_what_found_no_room_on_standard_error_is_dropped() -> None:
+@pytest.mark.parametrize(("found", "code"), [("0", 0), ("BrokenPipeError(32, 'gone')", _output.BROKEN_PIPE)])
+def test_what_found_no_room_on_standard_error_is_dropped(found: str, code: int) -> None:
     """As a line about waiting on a busy machine; Python would end with 120 for it."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    process = run_code(LEAVING, env={**environment, "PYTHONPATH": str(ROOT)})
-    assert (process.returncode, process.stdout) == (0, "0\n")
+    process = run_code(LEAVING.replace("FOUND", found), env={**environment, "PYTHONPATH": str(ROOT)})
+    assert (process.returncode, process.stdout) == (0, f"{code}\n")
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", pytest.param(">&- 2>&- <&-", marks=pytest.mark.slow)])

@@ -9,8 +9,6 @@ import pytest
 
 from tests.groups.ranks import results_of, value_of
 
-NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="make test-finetune installs peft")
-
 
 def check_losses(found: list[dict[str, Any]], computed: str) -> None:
     """In bf16 with recomputed layers, over the same batches."""

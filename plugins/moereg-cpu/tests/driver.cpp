@@ -142,8 +142,14 @@ Array<float> run(
     const int64_t hidden = layer.w2.rows, experts = layer.num_local_experts;
     const int64_t rows = is_per_expert ? experts * tokens : tokens;
     state = 7;
-    Array<float> input(static_cast<size_t>(rows * hidden)), out(static_cast<size_t>(rows * hidden), 0.0f);
-    for (auto& value : input) value = static_cast<float>(draw() >> 8) / 16777216.0f - 0.5f;
+    Array<float> out(static_cast<size_t>(rows * hidden), 0.0f);
+    const size_t size = layer.format == MOEREG_CPU_F32 ? 4 : 2;
+    Array<uint8_t> input(static_cast<size_t>(rows * hidden) * size);
+    for (size_t place = 0; place < input.size(); place += size) {
+        const float value = static_cast<float>(draw() >> 8) / 16777216.0f - 0.5f;
+        // Of a bfloat16, the upper half.
+        memcpy(&input[place], reinterpret_cast<const char*>(&value) + 4 - size, size);
+    }
     Array<float> weights(static_cast<size_t>(tokens * layer.top_k), 0.5f);
     Array<int32_t> ids(static_cast<size_t>(tokens * layer.top_k)), map(static_cast<size_t>(layer.num_experts)), counts;
     for (auto& id : ids) id = static_cast<int32_t>(draw() >> 16) % (static_cast<int32_t>(layer.num_experts) + 2) - 1;
@@ -198,8 +204,10 @@ int main() {
                 const int32_t halves = layer.activation == MOEREG_CPU_RELU2 ? 1 : 2;
                 const Tensors w13 = fill(layer.w13, scheme, 3, halves * size[1], size[0], halves);
                 const Tensors w2 = fill(layer.w2, scheme, 3, size[0], size[1], 1);
-                for (const int64_t tokens : {1, 5, 23}) {
+                for (const int64_t tokens : {1, 5, 47}) {
                     for (const bool is_per_expert : {false, true}) {
+                        layer.format = tokens == 5 ? MOEREG_CPU_F32 : MOEREG_CPU_BF16;
+                        layer.scales_input = tokens == 47 && runs % 4 == 0;
                         const auto one = run(layer, tokens, table, 1, is_per_expert);
                         const auto three = run(layer, tokens, table, 3, is_per_expert);
                         const double apart = distance(one, run(layer, tokens, 0, 1, is_per_expert));

@@ -284,7 +284,7 @@ def test_more_tokens_never_need_less_room(kind: Any) -> None:
 
 
 def test_long_calls_run_in_pieces() -> None:
-    problem = MoEProblem(num_experts=3, hidden_size=16384, intermediate_size=16, top_k=2)
+    problem = MoEProblem(num_experts=3, hidden_size=65536, intermediate_size=16, top_k=2)
     experts = backend.CpuExperts(problem, PLATFORM)
     sizes = [experts.workspace_shapes(problem, num_tokens)[1][0] for num_tokens in (400, 600, 100_000)]
     assert sizes[0] < sizes[1] == sizes[2]
@@ -303,10 +303,10 @@ def _tensors(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
 
 def test_long_batched_calls_run_in_pieces() -> None:
     problem = MoEProblem(
-        num_experts=3, hidden_size=16384, intermediate_size=16, top_k=1, activation_format="batched", dtype="float32"
+        num_experts=3, hidden_size=65536, intermediate_size=16, top_k=1, activation_format="batched"
     )
     weights, most = make_weights(problem), 400
-    rows = torch.randn(3, most, 16384, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(3, most, 65536, generator=torch.Generator().manual_seed(0)).bfloat16()
     experts = backend.CpuBatchedExperts(problem, PLATFORM)
     permuted = experts.permute_weights(weights, problem)
 
@@ -315,7 +315,7 @@ def test_long_batched_calls_run_in_pieces() -> None:
         nothing = torch.empty(0, dtype=torch.int32)
         inputs = ExpertInputs(hidden_states, nothing, nothing, torch.tensor(counts, dtype=torch.int32))
         out = torch.full_like(hidden_states, float("nan"))
-        experts.apply(out, inputs, permuted, *(torch.full(shape, float("nan")) for shape in shapes))
+        experts.apply(out, inputs, permuted, *(torch.full(shape, float("nan"), dtype=rows.dtype) for shape in shapes))
         return out
 
     assert experts.workspace_shapes(problem, most)[1] == experts.workspace_shapes(problem, 10 * most)[1]

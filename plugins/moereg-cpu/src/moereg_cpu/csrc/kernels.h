@@ -13,6 +13,7 @@
 #pragma once
 
 #include "numbers.h"
+#include "scales.h"
 #include "table.h"
 #include "vectors.h"
 
@@ -300,37 +301,7 @@ void pack_row(const moereg_cpu_matrix& matrix, const void* row, int32_t format, 
     }
 }
 
-// --- scales ---
-
-// kLanes scales of 8 bits.
-MOEREG_INLINE Floats decode_e8m0(Bits codes) {
-    // An exponent of 0 is a subnormal number, and one of 255 is NaN, which infinity times 0 is.
-    const Floats value = as_floats(larger_signed32(left32<23>(codes), all_bits(0x00400000)));
-    return multiply_add(value, zeros(), value);
-}
-MOEREG_INLINE Floats decode_e4m3(Bits codes) {
-    const Bits magnitude = both(codes, all_bits(0x7f)), sign = left32<24>(both(codes, all_bits(0x80)));
-    const Bits carry = signed_right32<31>(left32<24>(add32(magnitude, all_bits(1))));
-    const Floats value = multiply(as_floats(left32<20>(magnitude)), all(0x1p120f));
-    return as_floats(either(either(as_bits(value), sign), both(carry, all_bits(0x7fc00000))));
-}
-
-// Scales [begin, begin + count) of an array of any format, to whole registers. Not inline, since it is once per row.
-__attribute__((noinline)) void decode_scales(
-    const void* scales, int32_t format, int64_t begin, int64_t count, float* __restrict to) {
-    if (format == MOEREG_CPU_F32) {
-        memcpy(to, static_cast<const float*>(scales) + begin, static_cast<size_t>(count) * sizeof *to);
-        return;
-    }
-    for (int64_t i = 0; i < count; i += kLanes) {
-        const uint8_t* from = static_cast<const uint8_t*>(scales) + begin + i;
-        uint8_t codes[kLanes] = {};
-        if (count - i < kLanes) from = static_cast<const uint8_t*>(memcpy(codes, from, static_cast<size_t>(count - i)));
-        const Bits bits = load_bytes(from);
-        const Floats values = format == MOEREG_CPU_E8M0 ? decode_e8m0(bits) : decode_e4m3(bits);
-        memcpy(to + i, &values, sizeof values);
-    }
-}
+// --- products ---
 
 // Scales of N rows, [begins[n], begins[n] + count) of an array, times the factors of a packed row's groups, to whole
 // registers at to[n]. What the zeros of these groups add goes to sums[n].
@@ -374,34 +345,6 @@ MOEREG_INLINE void weigh_scales(
     };
     weigh(i, decode_rest, load_rest);
 }
-
-__attribute__((noinline)) void find_zero_points(
-    const moereg_cpu_matrix& matrix, int64_t row, int64_t groups, int64_t begin, int64_t count, float* to) {
-    const uint8_t* packed = matrix.zero_point + row * ((groups + 1) / 2);
-    for (int64_t i = 0; i < count; ++i) {
-        to[i] = static_cast<float>(packed[(begin + i) / 2] >> 4 * ((begin + i) % 2) & 15);
-    }
-}
-
-// What multiplies a whole row's sum: a scale per row or matrix, and the second scale.
-template <int G> MOEREG_INLINE float row_factor(const moereg_cpu_matrix& matrix, int64_t expert, int64_t row) {
-    const bool is_second_half = 2 * row >= matrix.rows;
-    float factor = 1.0f;
-    if (G == 0 && matrix.scale != nullptr) {
-        const int64_t halves = matrix.scale_halves, half = halves == 2 && is_second_half;
-        const int64_t place = matrix.group_rows == 1 ? expert * matrix.rows + row : expert * halves + half;
-        float scales[kLanes];
-        decode_scales(matrix.scale, matrix.scale_format, place, 1, scales);
-        factor = scales[0];
-    }
-    if (matrix.scale_2 != nullptr) {
-        const int64_t halves = matrix.scale_2_halves, half = halves == 2 && is_second_half;
-        factor *= matrix.scale_2[expert * halves + half];
-    }
-    return factor;
-}
-
-// --- products ---
 
 // How many rows of weights are read side by side for M packed rows: enough sums to hide an instruction's latency, and
 // no more than there are registers for.
@@ -565,15 +508,6 @@ template <class Format, int G> struct Tile {
     int64_t groups = G == 0 ? 1 : (matrix.columns + G - 1) / G;
     int64_t rows_ahead = kAhead / row_bytes + 1;
 
-    // A row of scales, of the array of all experts.
-    int64_t scale_row_of(int64_t row) const {
-        if (matrix.group_rows == 1) return expert * matrix.rows + row;
-        // Gate's last block may be short, and up's first begins with up.
-        const int64_t size = matrix.rows / matrix.scale_halves;
-        const int64_t blocks = (size + matrix.group_rows - 1) / matrix.group_rows;
-        return (expert * matrix.scale_halves + row / size) * blocks + row % size / matrix.group_rows;
-    }
-
     // How many rows ahead of a row of the first stream to prefetch. At a stream's end, the next product's begin.
     int64_t ahead_of(int64_t row) const {
         const int64_t past = row + rows_ahead - (begin + apart);
@@ -648,7 +582,7 @@ void multiply_rows(
                     weights[n] = copies[n];
                 }
                 if constexpr (G != 0) {
-                    scale_places[n] = tile.scale_row_of(rows[n]) * tile.groups + first_group;
+                    scale_places[n] = scale_row_of(matrix, tile.expert, rows[n]) * tile.groups + first_group;
                     if constexpr (Z) {
                         const int64_t zero_row = first_row + rows[n];
                         find_zero_points(matrix, zero_row, tile.groups, first_group, num_groups, zero_points[n]);
@@ -756,7 +690,7 @@ void multiply_rows(
         for (int n = 0; n < N; ++n) {
             const int64_t row_here = row + n * tile.apart;
             if (row_here >= tile.end) break;
-            float factor = row_factor<G>(matrix, tile.expert, row_here);
+            float factor = row_factor(matrix, tile.expert, row_here);
             const int64_t whole_row = first_row + row_here;
             if (Format::kHasNan && may_have_nan) {
                 const uint8_t* codes = static_cast<const uint8_t*>(matrix.weight) + whole_row * tile.row_bytes;
@@ -971,7 +905,7 @@ uint64_t read(const void* memory, int64_t num_bytes) {
 }
 
 constexpr Table table_of(const char* name) {
-    return {name, packed_row_bytes, pack, product, activate, add_scaled, widen_floats, store_floats, read};
+    return {name, packed_row_bytes, pack, product, activate, add_scaled, widen_floats, store_floats, read, nullptr};
 }
 
 }  // namespace

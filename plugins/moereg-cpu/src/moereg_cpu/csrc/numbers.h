@@ -54,7 +54,7 @@ void widen_floats(const void* from, int32_t format, int64_t begin, int64_t count
     widen(from, format, begin, count, 1.0f, to);
 }
 
-void store_floats(const float* from, int32_t format, void* to, int64_t count) {
+[[maybe_unused]] void store_floats(const float* from, int32_t format, void* to, int64_t count) {
     if (format == MOEREG_CPU_F32) {
         memcpy(to, from, static_cast<size_t>(count) * sizeof *from);
     } else if (format == MOEREG_CPU_BF16) {
@@ -138,7 +138,7 @@ template <int kind> MOEREG_INLINE void activate_gates(
     }
 }
 
-void activate(const moereg_cpu_layer& layer, float* gate, const float* up, int64_t count) {
+[[maybe_unused]] void activate(const moereg_cpu_layer& layer, float* gate, const float* up, int64_t count) {
     if (layer.activation == MOEREG_CPU_SIGMOID_GATE) {
         activate_gates<MOEREG_CPU_SIGMOID_GATE>(layer, gate, up, count);
     } else if (layer.activation == MOEREG_CPU_GELU) {
@@ -152,7 +152,7 @@ void activate(const moereg_cpu_layer& layer, float* gate, const float* up, int64
     }
 }
 
-void add_scaled(float* __restrict sum, const float* __restrict row, float weight, int64_t count) {
+[[maybe_unused]] void add_scaled(float* __restrict sum, const float* __restrict row, float weight, int64_t count) {
     for (int64_t i = 0; i < count; ++i) sum[i] += weight * row[i];
 }
 

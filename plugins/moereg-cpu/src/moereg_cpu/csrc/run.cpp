@@ -11,7 +11,10 @@
 #include "table.h"
 
 #ifdef MOEREG_CPU_X86
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace moereg_cpu {
@@ -23,8 +26,12 @@ constexpr int64_t kTileColumns = 64;
 constexpr int64_t kAlignment = 64;
 // Longer calls run in pieces, each with at least kLeastTokens. The fp32 outputs of a piece's routes take at most so many
 // bytes, and so do their intermediates.
-constexpr int64_t kPieceBytes = 64 << 20;
+constexpr int64_t kPieceBytes = 256 << 20;
 constexpr int64_t kLeastTokens = 64;
+// Rows of an expert from which on they are packed in panels, where the table has them.
+constexpr int64_t kLeastPanelRows = 5;
+// Bytes of the panels that weights are multiplied by at a time, which should stay in the second cache.
+constexpr int64_t kPanelsBytes = 1 << 20;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t tiles_of(int64_t count, int64_t tile) { return (count + tile - 1) / tile; }
@@ -32,11 +39,22 @@ int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t aligned(int64_t bytes) { return tiles_of(bytes, kAlignment) * kAlignment; }
 
 #ifdef MOEREG_CPU_X86
-const Table* const kTables[] = {&kPortable, &kAvx2, &kAvx512, &kAvx512Bf16};
+const Table* const kTables[] = {&kPortable, &kAvx2, &kAvx512, &kAvx512Bf16, &kAmx};
 #else
 const Table* const kTables[] = {&kPortable};
 #endif
 constexpr int32_t kNumTables = sizeof kTables / sizeof *kTables;
+
+#ifdef MOEREG_CPU_X86
+// AMX in bfloat16, which Linux lets a process use that asked for its registers.
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned bf16 = 1u << 22, tile = 1u << 24;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & bf16) == 0 || (d & tile) == 0) return false;
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#endif
 
 bool runs(int32_t table) {
 #ifdef MOEREG_CPU_X86
@@ -46,7 +64,9 @@ bool runs(int32_t table) {
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (table == 1) return avx2;
     if (table == 2) return avx512;
-    if (table == 3) return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (table == 3) return bf16;
+    if (table == 4) return bf16 && has_amx();
 #endif
     return table == 0;
 }
@@ -79,6 +99,11 @@ class Parts {
     int64_t used_ = 0;
 };
 
+// Rows of an expert that pass its weights together: all of them, or so many panels.
+struct Unit {
+    int64_t expert, first_panel, num_panels;  // no panels: all rows, one by one
+};
+
 struct Counter {
     // Each on a cache line of its own.
     alignas(kAlignment) std::atomic<int64_t> value;
@@ -93,44 +118,61 @@ struct Run {
     const Table& table;
     int64_t first, num_tokens;
     bool is_per_expert;
-    int64_t hidden, intermediate, num_routes, packed_bytes, packed_inner_bytes;
+    int64_t hidden, intermediate, num_routes, packed_bytes, packed_inner_bytes, panel_bytes, panel_inner_bytes;
 
     // Parts of the workspace.
-    int64_t* experts;         // [E]: experts with rows
+    Unit* units;              // [E + P]: experts with rows, with many of them several times
     int64_t* first_rows;      // [E + 1]: where each one's rows begin, in order of experts
     int64_t* routes;          // [N]: the route of each row
     int64_t* places;          // [N]: the row of each route, or -1
+    int64_t* panel_rows;      // [P]: the first row of each panel
+    int64_t* panel_counts;    // [P]: its rows
     Counter* counters;        // [4]: of each phase
     Counter* waiting;         // [E]: tiles of an expert that are not done
     uint8_t* packed;          // [T]: packed hidden states
     float* inner;             // [N, I]
     uint8_t* packed_inner;    // [N]
+    uint8_t* panels;          // [P]: packed hidden states of experts with many rows
+    uint8_t* panels_inner;    // [P]: and their intermediates
     float* rows;              // [N, H]
-    int64_t num_experts = 0;  // with rows
+    int64_t num_units = 0;
     int64_t num_rows = 0;
+    int64_t num_panels = 0;
 
     Run(const moereg_cpu_layer& layer, const moereg_cpu_call& call, const moereg_cpu_threads& threads,
         const Table& table, int64_t first, int64_t num_tokens, bool is_per_expert)
         : layer(layer), call(call), threads(threads), table(table), first(first), num_tokens(num_tokens),
           is_per_expert(is_per_expert), hidden(layer.w2.rows), intermediate(layer.w2.columns),
           num_routes(num_tokens * (is_per_expert ? layer.num_local_experts : layer.top_k)),
-          packed_bytes(table.packed_row_bytes(layer.w13)), packed_inner_bytes(table.packed_row_bytes(layer.w2)) {}
+          packed_bytes(table.packed_row_bytes(layer.w13)), packed_inner_bytes(table.packed_row_bytes(layer.w2)),
+          panel_bytes(table.panels == nullptr ? 0 : table.panels->bytes(layer.w13, layer.format)),
+          panel_inner_bytes(table.panels == nullptr ? 0 : table.panels->bytes(layer.w2, layer.format)) {}
 
     int64_t num_inputs() const { return is_per_expert ? num_routes : num_tokens; }
+
+    // Each expert with panels has at most one that is not full.
+    int64_t most_panels() const {
+        if (panel_bytes == 0) return 0;
+        return num_routes / kPanelRows + smaller(layer.num_local_experts, num_routes / kLeastPanelRows);
+    }
 
     int64_t cut(void* workspace) {
         char* begin = static_cast<char*>(workspace);
         if (begin != nullptr) begin += -reinterpret_cast<uintptr_t>(begin) % kAlignment;
         Parts parts(begin);
-        experts = parts.take<int64_t>(layer.num_local_experts);
+        units = parts.take<Unit>(layer.num_local_experts + most_panels());
         first_rows = parts.take<int64_t>(layer.num_local_experts + 1);
         routes = parts.take<int64_t>(num_routes);
         places = parts.take<int64_t>(num_routes);
+        panel_rows = parts.take<int64_t>(most_panels());
+        panel_counts = parts.take<int64_t>(most_panels());
         counters = parts.take<Counter>(4);
         waiting = parts.take<Counter>(layer.num_local_experts);
         packed = parts.take<uint8_t>(num_inputs() * packed_bytes);
         inner = parts.take<float>(num_routes * intermediate);
         packed_inner = parts.take<uint8_t>(num_routes * packed_inner_bytes);
+        panels = parts.take<uint8_t>(most_panels() * panel_bytes);
+        panels_inner = parts.take<uint8_t>(most_panels() * panel_inner_bytes);
         rows = parts.take<float>(is_per_expert ? 0 : num_routes * hidden);
         return parts.used() + kAlignment;
     }
@@ -172,12 +214,29 @@ struct Run {
             first_rows[0] = 0;
         }
         num_rows = first_rows[count];
-        for (int64_t expert = 0; expert < count; ++expert) {
-            if (first_rows[expert + 1] > first_rows[expert]) experts[num_experts++] = expert;
-        }
+        for (int64_t expert = 0; expert < count; ++expert) add_units(expert);
         const int64_t tiles = tiles_of(intermediate, kTileGates);
-        for (int64_t i = 0; i < num_experts; ++i) new (&waiting[experts[i]]) Counter{tiles};
+        for (int64_t i = 0; i < num_units; ++i) new (&waiting[units[i].expert]) Counter{tiles};
         for (int phase = 0; phase < 4; ++phase) new (&counters[phase]) Counter{0};
+    }
+
+    void add_units(int64_t expert) {
+        const int64_t begin = first_rows[expert], count = first_rows[expert + 1] - begin;
+        if (count == 0) return;
+        if (panel_bytes == 0 || count < kLeastPanelRows) {
+            units[num_units++] = {expert, 0, 0};
+            return;
+        }
+        const int64_t here = tiles_of(count, kPanelRows);
+        const int64_t most = larger(2, smaller(kMaxPanels, kPanelsBytes / larger(panel_bytes, panel_inner_bytes)));
+        const int64_t at_a_time = tiles_of(here, tiles_of(here, most));
+        for (int64_t panel = 0; panel < here; panel += at_a_time) {
+            units[num_units++] = {expert, num_panels + panel, smaller(at_a_time, here - panel)};
+        }
+        for (int64_t row = 0; row < count; row += kPanelRows) {
+            panel_rows[num_panels] = begin + row;
+            panel_counts[num_panels++] = smaller(kPanelRows, count - row);
+        }
     }
 
     // Runs tasks until there are none left. A thread claims one more before it runs one, and so knows what to prefetch;
@@ -201,6 +260,20 @@ struct Run {
         table.pack(layer.w13, row, layer.format, factor, packed + place * packed_bytes);
     }
 
+    void pack_panel(int64_t panel) {
+        const void* inputs[kPanelRows];
+        float factors[kPanelRows];
+        const bool has_factors = layer.scales_input && !is_per_expert;
+        for (int64_t m = 0; m < panel_counts[panel]; ++m) {
+            const int64_t route = routes[panel_rows[panel] + m];
+            const int64_t from = is_per_expert ? route : first + route / layer.top_k;
+            inputs[m] = static_cast<const char*>(call.hidden_states) + from * hidden * item_bytes(layer.format);
+            if (has_factors) factors[m] = call.topk_weights[from];
+        }
+        table.panels->pack(layer.w13, inputs, has_factors ? factors : nullptr, panel_counts[panel],
+                           panels + panel * panel_bytes);
+    }
+
     // Adds biases [begin, begin + columns) of an expert to `count` rows of at most kTileColumns.
     void add_bias(
         const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t columns, int64_t count, float* out,
@@ -213,16 +286,18 @@ struct Run {
 
     // The row of a matrix with which a task begins, or -1.
     int64_t first_row_of(const moereg_cpu_matrix& matrix, int64_t place, int64_t tiles, int64_t tile) const {
-        return place < num_experts * tiles ? experts[place / tiles] * matrix.rows + place % tiles * tile : -1;
+        return place < num_units * tiles ? units[place / tiles].expert * matrix.rows + place % tiles * tile : -1;
     }
 
     void multiply_gates(int64_t place, int64_t next) {
         const int64_t tiles = tiles_of(intermediate, kTileGates);
-        const int64_t expert = experts[place / tiles], begin = place % tiles * kTileGates;
+        const Unit& unit = units[place / tiles];
+        const int64_t expert = unit.expert, begin = place % tiles * kTileGates;
         const int64_t next_row = first_row_of(layer.w13, next, tiles, kTileGates);
         const int64_t columns = smaller(kTileGates, intermediate - begin);
         const int64_t stop = first_rows[expert + 1];
         const bool is_gated = layer.w13.rows == 2 * intermediate;
+        if (unit.num_panels > 0) return multiply_panels_by_gates(unit, begin, columns, next_row, is_gated);
         float gates[kMaxRows * kTileGates], ups[kMaxRows * kTileGates];
         const void* inputs[kMaxRows];
         const int64_t most = rows_at_a_time(stop - first_rows[expert]);
@@ -251,11 +326,59 @@ struct Run {
         }
     }
 
+    void multiply_panels_by_gates(
+        const Unit& unit, int64_t begin, int64_t columns, int64_t next_row, bool is_gated) {
+        alignas(kAlignment) float gates[kMaxPanels * kPanelSize], ups[kMaxPanels * kPanelSize];
+        const uint8_t* inputs = panels + unit.first_panel * panel_bytes;
+        const int64_t expert = unit.expert, up = intermediate + begin;
+        table.panels->product(layer.w13, expert, begin, begin + columns,
+                              is_gated ? expert * layer.w13.rows + up : next_row, inputs, unit.num_panels, gates);
+        if (is_gated) {
+            table.panels->product(layer.w13, expert, up, up + columns, next_row, inputs, unit.num_panels, ups);
+        }
+        table.activate(layer, gates, ups, unit.num_panels * kPanelSize);
+        for (int64_t i = 0; i < unit.num_panels; ++i) {
+            float* of_panel = gates + i * kPanelSize;
+            for (int64_t j = columns * kPanelRows; j < kPanelSize; ++j) of_panel[j] = 0;
+            table.panels->pack_columns(layer.w2, of_panel, begin,
+                                       panels_inner + (unit.first_panel + i) * panel_inner_bytes);
+        }
+    }
+
+    // Columns [begin, begin + columns) of a unit's rows, kPanelColumns at most.
+    void multiply_panels_by_down(const Unit& unit, int64_t begin, int64_t columns, int64_t next_row) {
+        alignas(kAlignment) float products[kMaxPanels * kPanelSize], turned[kPanelSize];
+        table.panels->product(layer.w2, unit.expert, begin, begin + columns, next_row,
+                              panels_inner + unit.first_panel * panel_inner_bytes, unit.num_panels, products);
+        for (int64_t i = 0; i < unit.num_panels; ++i) {
+            table.panels->turn(products + i * kPanelSize, turned);
+            const int64_t panel = unit.first_panel + i;
+            for (int64_t m = 0; m < panel_counts[panel]; ++m) {
+                const int64_t row = panel_rows[panel] + m;
+                const float* from = turned + m * kPanelColumns;
+                if (is_per_expert) {
+                    store(from, routes[row] * hidden + begin, columns);
+                } else {
+                    memcpy(rows + row * hidden + begin, from, static_cast<size_t>(columns) * sizeof *from);
+                }
+            }
+        }
+    }
+
     void multiply_down(int64_t place, int64_t next) {
         const int64_t tiles = tiles_of(hidden, kTileColumns);
         const int64_t next_row = first_row_of(layer.w2, next, tiles, kTileColumns);
-        const int64_t expert = experts[place / tiles], begin = place % tiles * kTileColumns;
+        const Unit& unit = units[place / tiles];
+        const int64_t expert = unit.expert, begin = place % tiles * kTileColumns;
         const int64_t columns = smaller(kTileColumns, hidden - begin), stop = first_rows[expert + 1];
+        if (unit.num_panels > 0) {
+            for (int64_t done = 0; done < columns; done += kPanelColumns) {
+                const int64_t here = smaller(kPanelColumns, columns - done), after = begin + done + here;
+                multiply_panels_by_down(unit, begin + done, here,
+                                        done + here < columns ? expert * layer.w2.rows + after : next_row);
+            }
+            return;
+        }
         const void* inputs[kMaxRows];
         const int64_t most = rows_at_a_time(stop - first_rows[expert]);
         for (int64_t row = first_rows[expert]; row < stop; row += most) {
@@ -298,12 +421,16 @@ struct Run {
         const unsigned modes = _mm_getcsr();
         _mm_setcsr(modes & ~0x8040u);
 #endif
-        take(0, is_per_expert ? num_rows : num_tokens, [this](int64_t place, int64_t) { pack_input(place); });
+        const int64_t num_packed = is_per_expert ? num_rows : num_tokens;
+        take(0, num_packed + num_panels, [&](int64_t place, int64_t) {
+            if (place < num_packed) return pack_input(place);
+            pack_panel(place - num_packed);
+        });
         wait();
-        take(1, num_experts * tiles_of(intermediate, kTileGates),
+        take(1, num_units * tiles_of(intermediate, kTileGates),
              [this](int64_t place, int64_t next) { multiply_gates(place, next); });
         wait();
-        take(2, num_experts * tiles_of(hidden, kTileColumns),
+        take(2, num_units * tiles_of(hidden, kTileColumns),
              [this](int64_t place, int64_t next) { multiply_down(place, next); });
         if (!is_per_expert) {
             wait();
