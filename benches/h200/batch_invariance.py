@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -151,12 +150,13 @@ def problem_of(model: str, scheme: str, **keywords: Any) -> MoEProblem:
     return MoEProblem(**{**shape, "quant": quant, "dtype": dtypes.get(scheme, "bfloat16"), **keywords})
 
 
-def tiled(kind: Any, gate_up: str, down: str, **changes: Any) -> Select:
-    """Tiles of given sizes at any number of tokens, unsorted up to 16."""
+def tiled(kind: Any, gate_up: str, down: str, beyond_one: str = "", **changes: Any) -> Select:
+    """Tiles of given sizes at any number of tokens, unsorted up to 16; others beyond one token, if given."""
 
     def select(call: LoadedCall) -> Any:
-        first, second = (dataclasses.replace(grouped(text), **changes) for text in (gate_up, down))
         num_tokens = len(call.inputs.hidden_states)
+        texts = 2 * (beyond_one,) if beyond_one and num_tokens > 1 else (gate_up, down)
+        first, second = (dataclasses.replace(grouped(text), **changes) for text in texts)
         is_direct = num_tokens <= min(16, first.block_m)
         return (kind.Direct if is_direct else kind.Sorted)(GemmPair(first, second, sort_routes=not is_direct))
 
@@ -176,12 +176,10 @@ def candidates_of(problem: MoEProblem, implementation: Any) -> dict[str, Select]
         if implementation.has_hopper:
             grouped_scales = implementation.row_format.group > 0
 
-            def codes(call: LoadedCall, *, exact: bool) -> Any:
-                rule = hopper.select_quantized_rule(rows_of(problem, call), grouped_scales)
-                return kind.Hopper(dataclasses.replace(rule, gate_up=dataclasses.replace(rule.gate_up, exact=exact)))
+            def codes(call: LoadedCall) -> Any:
+                return kind.Hopper(hopper.select_quantized_rule(rows_of(problem, call), grouped_scales))
 
-            found["hopper exact"] = functools.partial(codes, exact=True)
-            found["hopper fast"] = functools.partial(codes, exact=False)
+            found["hopper"] = codes
         found["16: 32x256, 128x256"] = tiled(kind, "16x32x256 4w3s", "16x128x256 4w3s")
         found["64: 32x128, 64x128"] = tiled(kind, "64x32x128 4w4s", "64x64x128 4w4s")
         found["64: 64x128, 128x128"] = tiled(kind, "64x64x128 4w4s", "64x128x128 4w4s")
@@ -192,13 +190,13 @@ def candidates_of(problem: MoEProblem, implementation: Any) -> dict[str, Select]
         if implementation.has_packed_hopper:
             found["hopper"] = lambda call: packed.HopperPacked(select_packed_config(rows_of(problem, call)))
         found["8: 128x256, 128x128 partial"] = tiled(schedules, "8x128x256 4w3s", "8x128x128 4w4s")
-        tiles = "8x128x128 4w4s", "8x64x128 4w4s", "16x128x128 4w4s", "16x64x128 4w4s", "32x128x128 4w3s"
-        for chained in (True, False):
-            for tile in (*tiles, "64x128x128 4w3s"):
-                name = f"{tile} {'chained' if chained else 'partial'}"
-                found[name] = tiled(schedules, tile, tile, chained=chained)
+        tiles = "8x128x128 4w4s", "16x128x128 4w4s", "16x64x128 4w4s", "16x64x128 4w6s", "16x64x256 4w3s"
+        for tile in (*tiles, "32x128x128 4w3s", "64x128x128 4w3s"):
+            found[f"{tile} chained"] = tiled(schedules, tile, tile, chained=True)
         return found
     if problem.dtype == "float32":
+        for tile in ("1x64x64 2w4s", "1x128x64 4w4s", "1x64x128 2w3s"):
+            found[tile] = tiled(schedules, tile, tile, beyond_one="16x32x64 4w2s")
         found["16: 32x64"] = tiled(schedules, "16x32x64 4w2s", "16x32x64 4w2s")
         found["64: 64x32"] = tiled(schedules, "64x64x32 8w2s", "64x64x32 8w2s")
         return found
@@ -328,7 +326,7 @@ def measure(model: str, scheme: str, log: Callable[[str], None], deadline: float
         runs = {}
         for number, name in enumerate(kernels):
             low = num_tokens > 256 and name.startswith(("8", "16", "32"))
-            if "error" in rows[name] or low or (name.endswith("partial") and num_tokens in (4, 4096)):
+            if "error" in rows[name] or low:
                 continue
             one, chosen = kernels[name]
             with forced(one, chosen):
@@ -406,9 +404,10 @@ def main() -> int:
             record |= {**clocks(platform), "left_out": left_out, "seconds": time.monotonic() - start}
             (arguments.folder / "batch_invariance.json").write_text(json.dumps(record, indent=1))
         (arguments.folder / "batch_invariance.json").write_text(json.dumps(record, indent=1))
-    for row in record["probe"]:
-        start = f"probe {row['dtype']:14} {'partial' if row['partial'] else 'chained'} {row['tile']:20}"
-        print(f"{start} {row['instruction']:52} {row['class']} {row['share_of_a']:.3f}")
+    for dtype, partial in dict.fromkeys((row["dtype"], row["partial"]) for row in record["probe"]):
+        own = [row for row in record["probe"] if (row["dtype"], row["partial"]) == (dtype, partial)]
+        words = sorted({f"{row['class']} {row['instruction'].split('.row')[0]}" for row in own})
+        print(f"probe {dtype} {'a sum a step' if partial else 'one sum'}: {', '.join(words)}")
     print(*table(record["rows"]), sep="\n")
     print(*(f"left out: {text}" for text in left_out), sep="\n")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar, Final
 
@@ -183,10 +182,7 @@ class Standard(MultipliedCodes):
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
-            rule = select_quantized_rule(rows_per_expert, self.row_format.group > 0)
-            if problem.batch_invariant:
-                rule = dataclasses.replace(rule, gate_up=dataclasses.replace(rule.gate_up, exact=True))
-            return schedules.Hopper(rule)
+            return schedules.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
         configs = select_quantized_config(
             hidden_states.shape[0],
             rows_per_expert,

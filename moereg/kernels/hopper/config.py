@@ -65,8 +65,6 @@ class HopperQuantizedConfig:
     # whether programs load weights before the previous kernel has ended, guessing that each expert has rows for one
     # tile; only with overlap, and where row tiles do not share columns
     early: bool = False
-    # whether rows that are quantized as they are stored are activated with the bits of Triton's tiles, in more time
-    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -439,7 +439,7 @@ def consume_codes(
                                    scales.group_rows, TILE, LAYOUT)
             # fmt: on
             if GATED:
-                if output.out_scale is not None and not TILE.exact:
+                if output.out_scale is not None:
                     y = activate_fast(low, high, ACTIVATION)  # [OWN_ROWS, COLUMNS]
                 else:
                     y = activate_halves(low, high, ACTIVATION)  # [OWN_ROWS, COLUMNS]

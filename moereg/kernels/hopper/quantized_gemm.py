@@ -258,7 +258,6 @@ def _launch(
             # With fewer steps, the first warpgroup would arrive twice before the other has waited once.
             leads=config.leads and grouped and num_steps > config.num_stages,
             early=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
-            exact=config.exact,
         ),
         **given,
     )

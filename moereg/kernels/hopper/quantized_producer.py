@@ -46,7 +46,6 @@ class CodeTile(NamedTuple):
     mask_n: bool  # whether the last half reaches past the last column, where zeros are stored
     leads: bool  # as in `HopperQuantizedConfig`
     early: bool  # whether the first tile's first weights are loaded early; see `load_early`
-    exact: bool  # as in `HopperQuantizedConfig`
 
 
 class CodeRing(NamedTuple):

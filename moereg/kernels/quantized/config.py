@@ -25,15 +25,16 @@ CONFIG_RULES = read_rules(
     """
 )
 
-# Rows that must keep their bits in every call: from 64 rows on Hopper's tensor cores multiply 8-bit floats as such, in
-# fewer rows as 16-bit floats, whose sums keep more bits.
-INVARIANT_RULES = read_rules(
-    """
-    bytes tokens rows schedule| m   group mask | n   k   warps stages | n   k   warps stages
-    1     16     any  direct | 64  1     yes  | 32  128 4     4      | 64  128 4     4
-    1     any    100  sorted | 64  1     yes  | 64  128 4     4      | 128 128 4     4
-    1     any    any  sorted | 128 8     no   | 128 128 8     4      | 128 128 8     4
-    """
+# For rows that must have the same bits in any call: from 64 rows on Hopper multiplies 8-bit floats as such, in fewer as
+# 16-bit ones, whose sums keep more bits.
+INVARIANT_RULES = (
+    *read_rules(
+        """
+        bytes tokens rows schedule| m  group mask | n  k   warps stages | n   k   warps stages
+        1     16     any  direct | 64 1     yes  | 64 128 4     4      | 128 128 4     4
+        """
+    ),
+    *(rule for rule in CONFIG_RULES if isinstance(rule.configs, GemmPair) and rule.configs.gate_up.block_m >= 64),
 )
 
 # Sizes a plan's block map before the configuration is known.
