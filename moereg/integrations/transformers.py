@@ -182,6 +182,7 @@ def prepare(
     model: torch.nn.Module,
     *,
     free: bool = False,
+    batch_invariant: bool = False,
     progress: bool | Callable[[int, int], None] = True,
     require: Names = None,
     prefer: Names = None,
@@ -203,6 +204,8 @@ def prepare(
         free: Whether to free each layer's canonical weights once its kernel has them in its own layout. `state_dict`,
             `load_state_dict`, `save_pretrained` and other experts implementations read them back from the kernel.
             Tied weights are kept.
+        batch_invariant: Whether the experts' results for a token must have the same bits whatever other tokens are in
+            the call, in training too. What else is in the model may still depend on its batch.
         progress: Whether to show a bar on standard error, or a function of (layers done, all layers).
         require, prefer, deny: As for `select_backend`.
 
@@ -214,6 +217,7 @@ def prepare(
         UnsupportedProblemError: No backend fits a layer; gives every backend's reasons.
     """
     check_flag("free", free)
+    check_flag("batch_invariant", batch_invariant)
     if not (isinstance(progress, bool) or callable(progress)):
         raise ArgumentError(f"progress must be a bool or a function of (done, total), got {shown(progress)}")
     if not isinstance(model, torch.nn.Module):
@@ -222,7 +226,7 @@ def prepare(
     wishes = {"require": require, "prefer": prefer, "deny": deny}
     request = {name: names for name, names in wishes.items() if names is not None}
     register()
-    plans = [_plan(model, each, request) for each in found]
+    plans = [_plan(model, each, request, batch_invariant) for each in found]
     if free:
         for each in found:
             memory.check_can_free(each.module, each.name)
@@ -231,7 +235,7 @@ def prepare(
     layers: list[LayerChoice] = []
     with keeping_moves(), _bar(progress, len(found)) as advance:
         for plan in plans:
-            layers.append(_prepare_layer(plan, request, free, shared))
+            layers.append(_prepare_layer(plan, request, batch_invariant, free, shared))
             advance(len(layers), len(found))
     switch(model, found)
     prepared = PreparedModel(tuple(layers), before, memory.held_bytes(model))
@@ -300,7 +304,7 @@ class _Plan(NamedTuple):
     selection: Selection
 
 
-def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Names]) -> _Plan:
+def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Names], batch_invariant: bool) -> _Plan:
     """Plans one layer, or raises if it cannot be served; changes nothing."""
     module, live, top_k = found.module, found.live, found.top_k
     try:
@@ -318,23 +322,26 @@ def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Nam
         raise serving.refused(module, error, found.name) from error
     dtype = getattr(torch, live.dtype) if live.dtype else _hidden_dtype(model)
     try:
-        selection = select_backend(serving.problem_of(module, live, top_k, dtype), platform, **request)
+        problem = serving.problem_of(module, live, top_k, dtype, batch_invariant)
+        selection = select_backend(problem, platform, **request)
     except UnsupportedProblemError as error:
         raise UnsupportedProblemError(f"{found.name}: {error}", error.selection) from None
     return _Plan(found, top_k, dtype, selection)
 
 
-def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool, shared: frozenset[int]) -> LayerChoice:
+def _prepare_layer(
+    plan: _Plan, request: Mapping[str, Names], batch_invariant: bool, free: bool, shared: frozenset[int]
+) -> LayerChoice:
     found = plan.found
     known = serving.served(found.module)
     was_freed = known is not None and bool(known.released)
-    if known is not None and known.request == request:
+    if known is not None and (known.request, known.batch_invariant) == (request, batch_invariant):
         served = known
         served.forget()
     else:
         if known is not None:
             known.give_back()  # Its kernel may hold the only copy of the weights.
-        served = serving.ServedExperts(found.module, request)
+        served = serving.ServedExperts(found.module, request, batch_invariant)
     if not served.is_prepared:
         served.kernels.clear()  # Those that read in place; there may be faster ones with a copy.
     served.is_prepared = True

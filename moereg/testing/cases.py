@@ -168,14 +168,22 @@ def calls_of(case: Case, is_first: bool) -> list[tuple[int, str]]:
     ]
 
 
+_INVARIANT_SIZES: Final[tuple[dict[str, Any], ...]] = ({}, {"hidden_size": 256, "intermediate_size": 256})
+
+
 def invariant_problems(cell: BackendCell, platform: Platform) -> list[MoEProblem]:
-    """Problems of a cell whose rows must keep their bits; if imitated, the first of each scheme."""
+    """Problems of a cell whose rows must keep their bits: the first of each scheme and dtype, and of even sizes.
+
+    Kernels for many rows serve whole blocks alone. One problem if kernels are interpreted.
+    """
     found: dict[object, MoEProblem] = {}
     for problem in accepted_problems(cell, platform):
-        asked = dataclasses.replace(problem, batch_invariant=True)
-        if not evaluate(cell, asked, platform, Request(require=(cell.name,))).reasons:
-            found.setdefault(asked.quant if _imitates(cell, platform) else asked, asked)
-    return list(found.values())
+        for sizes in _INVARIANT_SIZES:
+            asked = dataclasses.replace(problem, batch_invariant=True, **sizes)
+            key = problem.quant, problem.dtype, bool(sizes)
+            if key not in found and not evaluate(cell, asked, platform, Request(require=(cell.name,))).reasons:
+                found[key] = asked
+    return list(found.values())[: 1 if _imitates(cell, platform) else None]
 
 
 def invariant_tokens(case: Case) -> tuple[int, ...]:

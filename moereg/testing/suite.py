@@ -181,7 +181,7 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
     if cell.facts.deterministic and not is_imitated(cell):
         yield "equal_bits", None
     if cell.facts.batch_invariant:
-        for problem in cases.invariant_problems(cell, platform)[: 1 if is_imitated(cell) and is_known else None]:
+        for problem in cases.invariant_problems(cell, platform):
             yield "batch_invariance", {"problem": problem.to_dict()}
     if _has_device(cell):
         if cell.facts.graph_capture:

@@ -65,6 +65,20 @@ class TestAgain:
         prepare(model, progress=False, **wishes)
         assert all(one is other for one, other in zip(kernels_of(model), kernels, strict=True))
 
+    def test_rows_keep_their_bits_if_asked_for(self) -> None:
+        model = tiny_model("mixtral", torch.bfloat16)
+        asked = {"require": "torch", "progress": False}
+        layers = prepare(model, batch_invariant=True, **asked).layers
+        assert all(layer.problem.batch_invariant for layer in layers)
+        experts, (problem, *_) = experts_of(model), [layer.problem for layer in layers]
+        x = torch.randn(37, problem.hidden_size).bfloat16()
+        weights, ids = torch.rand(37, problem.num_experts).topk(problem.top_k)
+        with torch.no_grad():
+            together = experts(x, ids, weights)
+            for rows in torch.randperm(37).split(5):
+                assert torch.equal(experts(x[rows], ids[rows], weights[rows]), together[rows])
+        assert not any(layer.problem.batch_invariant for layer in prepare(model, **asked).layers)
+
     @pytest.mark.parametrize("free", [False, True])
     def test_a_request_that_nothing_fits_changes_nothing(self, free: bool, model: Any) -> None:
         expected = eager(model)

@@ -89,13 +89,16 @@ def kinds_of(module: torch.nn.Module) -> tuple[Any, ...]:
     )
 
 
-def problem_of(module: torch.nn.Module, live: LiveExperts, top_k: int, dtype: torch.dtype) -> MoEProblem:
+def problem_of(
+    module: torch.nn.Module, live: LiveExperts, top_k: int, dtype: torch.dtype, batch_invariant: bool
+) -> MoEProblem:
     """A module's problem for a call with this top_k and dtype."""
     if not getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such flag.
-        return live.problem(top_k, dtype)
+        return live.problem(top_k, dtype, batch_invariant=batch_invariant)
     # Ids from `num_experts` on belong to other ranks, and their number does not matter. But a token may name more
     # experts than this rank has.
-    return live.problem(top_k, dtype, all_experts=max(live.num_experts + 1, top_k))
+    all_experts = max(live.num_experts + 1, top_k)
+    return live.problem(top_k, dtype, all_experts=all_experts, batch_invariant=batch_invariant)
 
 
 def owner_of(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
@@ -115,6 +118,7 @@ class ServedExperts:
 
     Attributes:
         request: Keywords of `select_backend`.
+        batch_invariant: As in `MoEProblem`.
         is_prepared: Whether `prepare` was called, which may copy weights into a kernel's own layout.
         kernels: Kernels by top_k and dtype of hidden states; usually one.
         released: The module's freed parameters, as shapes and dtypes on meta.
@@ -122,8 +126,11 @@ class ServedExperts:
         declined: Why no kernel reads its weights in place, by top_k, dtype and `kinds_of` the parameters.
     """
 
-    def __init__(self, module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, request: Mapping[str, Names] | None = None, batch_invariant: bool = False
+    ) -> None:
         self.request = dict(request or {})
+        self.batch_invariant = batch_invariant
         self.is_prepared = False
         self.kernels: dict[tuple[int, torch.dtype], MoEKernel] = {}
         self.released: dict[str, torch.nn.Parameter] = {}
@@ -193,7 +200,7 @@ class ServedExperts:
 
     def _made(self, top_k: int, dtype: torch.dtype, selection: Selection | None) -> MoEKernel:
         weights = self._weights()
-        problem = problem_of(self.module, self.live, top_k, dtype)
+        problem = problem_of(self.module, self.live, top_k, dtype, self.batch_invariant)
         can_be_read = self.live.dtype is not None and self.live.moved is None
         with torch.no_grad():
             if selection is None:
@@ -347,7 +354,7 @@ class ServedExperts:
         module = memo.get(id(self._module()))
         if module is None:
             return None  # Only the attribute was copied, not the module.
-        served = ServedExperts(module, self.request)
+        served = ServedExperts(module, self.request, self.batch_invariant)
         served.is_prepared = self.is_prepared
         if self.released:  # Otherwise its first call makes kernels from the copied parameters.
             served.released, served._live = dict(self.released), self._live

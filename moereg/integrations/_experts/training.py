@@ -173,7 +173,8 @@ def _planned(
             check_in_place({name: parameter_of(module, name) for name in live.parameters})
         gradients = set(GRADIENTS) - (set() if rank else {"adapters"}) - ({"weights"} if is_frozen else set())
         # The weights have a dtype of their own.
-        problem = live.problem(top_k, torch.float32, gradients=gradients, adapter_rank=rank)
+        asked: dict[str, Any] = {"gradients": gradients, "batch_invariant": found.batch_invariant}
+        problem = live.problem(top_k, torch.float32, adapter_rank=rank, **asked)
         return Trainer(module, live, select_backend(problem, platform_of(device), **found.request))
     except MoeregError as error:
         return one_line(str(error))
