@@ -101,6 +101,11 @@ def test_a_layer_that_is_left_to_vllm_has_its_reason(reason: str) -> None:
     assert described(DECLINES[reason]) == [reason]
 
 
+def test_tokens_with_adapters_may_depend_on_their_batch() -> None:
+    (reason,) = described({"config.is_lora_enabled": True}, settings=Settings(batch_invariant=True))
+    assert reason.endswith("got batch_invariant")
+
+
 fp8 = functools.partial(method_of, "Fp8MoEMethod", block_quant=True, weight_block_size=[128, 128])
 int4 = functools.partial(method_of, "CompressedTensorsWNA16MoEMethod", num_bits=4, group_size=32)
 nvfp4 = functools.partial(method_of, "ModelOptNvFp4FusedMoE", use_a16=False, use_global_sf=False)
@@ -186,6 +191,7 @@ WEIGHTED = {"layer.apply_router_weight_on_input": True}
 PROBLEMS = [
     ({}, Settings(), {"quant.name": "unquantized", "placement": "contiguous", "graph_capture": True}),
     ({}, Settings(deterministic=True, exact_activations=True), {"deterministic": True, "exact_activations": True}),
+    ({}, Settings(batch_invariant=True), {"batch_invariant": True}),
     ({"engine.model_config.enforce_eager": True}, Settings(), {"graph_capture": False}),
     ({"engine.device_config.device_type": "cpu"}, Settings(), {"graph_capture": False}),
     ({"config.has_bias": True}, Settings(), {"has_bias": True, "max_num_tokens": 64}),
@@ -248,6 +254,8 @@ def test_soft_caps(caps: tuple[float | None, ...], expected: tuple[float | None,
         ({"MOEREG_VLLM": ""}, {"moereg": {"mode": "require"}}, Settings(mode="require")),
         ({}, {"moereg": {"deny": ["a", "b"], "prefer": "c"}}, Settings(deny=("a", "b"), prefer="c")),
         ({}, {"moereg": {"warm_up": False, "deterministic": True}}, Settings(warm_up=False, deterministic=True)),
+        ({"VLLM_BATCH_INVARIANT": "1"}, {"moereg": {"batch_invariant": False}}, Settings(batch_invariant=True)),
+        ({"VLLM_BATCH_INVARIANT": "0"}, {"moereg": {"batch_invariant": True}}, Settings(batch_invariant=True)),
         ({"MOEREG_VLLM": "on"}, None, "MOEREG_VLLM must be one of auto, off, require, got 'on'"),
         ({}, {"moereg": "off"}, "moereg in --additional-config must be an object, got 'off'"),
         ({}, {"moereg": {"mode": "on"}}, "got 'mode': 'on'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -81,7 +80,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
     Returns:
         The layer, or all reasons why moereg leaves it to vLLM.
     """
-    reasons = list(_refusals(layer, config, engine))
+    reasons = list(_refusals(layer, config, engine, settings))
     form, activation = None, None
     try:
         form = read_form(method)
@@ -116,6 +115,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
             apply_router_weight_on_input=layer.apply_router_weight_on_input and not moves_tokens(config),
             graph_capture=_captures(engine),
             deterministic=settings.deterministic,
+            batch_invariant=settings.batch_invariant,
             exact_activations=settings.exact_activations,
             max_num_tokens=config.max_num_tokens * (num_senders if moves_tokens(config) else 1),
         )
@@ -184,7 +184,7 @@ def _captures(engine: Any) -> bool:
     return engine.device_config.device_type == "cuda" and not engine.model_config.enforce_eager
 
 
-def _refusals(layer: Any, config: Any, engine: Any) -> Iterator[str]:
+def _refusals(layer: Any, config: Any, engine: Any, settings: Settings) -> Iterator[str]:
     """Reasons to leave a layer to vLLM whatever its weights are."""
     parallel = config.moe_parallel_config
     if config.moe_backend != "auto":
@@ -205,5 +205,5 @@ def _refusals(layer: Any, config: Any, engine: Any) -> Iterator[str]:
     offload = engine.offload_config
     if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
         yield "requires weights on the device, got --cpu-offload-gb or --offload-group-size"
-    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        yield "makes no promise that tokens do not depend on their batch, got VLLM_BATCH_INVARIANT"
+    if settings.batch_invariant and config.is_lora_enabled:
+        yield "makes no promise that tokens with adapters do not depend on their batch, got batch_invariant"

@@ -13,7 +13,7 @@ MODES: Final = ("auto", "off", "require")
 
 _KEY: Final = "moereg"
 _NAMES: Final = ("require", "prefer", "deny")
-_FLAGS: Final = ("deterministic", "exact_activations", "warm_up")
+_FLAGS: Final = ("deterministic", "batch_invariant", "exact_activations", "warm_up")
 
 
 class HostError(RuntimeError):
@@ -27,7 +27,8 @@ class Settings:
     Attributes:
         mode: One of `MODES`.
         require, prefer, deny: As for `moereg.select_backend`; None where only the environment says something.
-        deterministic, exact_activations: Fields of `moereg.MoEProblem`.
+        deterministic, batch_invariant, exact_activations: Fields of `moereg.MoEProblem`. VLLM_BATCH_INVARIANT asks for
+            the second too.
         warm_up: Whether to compile kernels for all sizes at load, on a GPU.
     """
 
@@ -36,6 +37,7 @@ class Settings:
     prefer: str | tuple[str, ...] | None = None
     deny: str | tuple[str, ...] | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     exact_activations: bool = False
     warm_up: bool = True
 
@@ -57,6 +59,8 @@ class Settings:
         for key, value in given.items():
             values[key] = _checked(key, value)
         values["mode"] = read_mode(environ, values.get("mode", "auto"))
+        if environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+            values["batch_invariant"] = True
         return cls(**values)
 
 
