@@ -1,4 +1,4 @@
-"""Which choices of a launch keep a row's bits, and what `batch_invariant=True` costs, on an H200.
+"""Choices of a launch that keep a row's bits, and what `batch_invariant=True` costs, on an H200.
 
     python -m benches.h200.batch_invariance FOLDER [--models M ...] [--schemes S ...] [--budget-s 500] [--only probe]
 

@@ -11,6 +11,7 @@ import pytest
 from moereg.kernels.backward import config as backward
 from moereg.kernels.gemm import rules
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
+from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.rules import CONFIG_RULES, PACKED_RULES
 from moereg.kernels.hopper import config as hopper
 from moereg.kernels.quantized import config as quantized
@@ -186,3 +187,28 @@ def test_rules_cover_every_number_of_rows(tokens: int, rows: float) -> None:
     assert CODE_PAD % coded.gate_up.block_n == 0
     # A step is one group of 1 x 128.
     assert coded.gate_up.block_k % CODE_PAD == coded.down.block_k % CODE_PAD == 0
+
+
+@pytest.mark.parametrize("packed_bits", [None, 4, 8])
+def test_rows_that_keep_their_bits_are_summed_in_one_order(packed_bits: int | None) -> None:
+    """No GEMV, no slices of the depth, and of packed and 8-bit weights no tile that wgmma does not multiply."""
+    counts = (1, 2, 8, 9, 16, 17, 10**6), (0.01, 5, 11, 12, 22, 23, 96, 97, 1e9)
+    for tokens, rows in itertools.product(*counts):
+        pair = rules.select_config(tokens, rows, 2, packed_bits=packed_bits, invariant=True)
+        assert isinstance(pair, GemmPair)
+        assert pair.sort_routes or tokens <= pair.gate_up.block_m
+        sizes = {"top_k": 8, "gate_up_columns": 1536, "down_columns": 2048, "down_depth": 768, "element_bytes": 2}
+        shape = CallShape(
+            most_rows=tokens, rows_per_expert=rows, **sizes, is_packed=packed_bits is not None, shared_bytes=None
+        )
+        pair = fit_pair(pair, shape)
+        for config in filter(None, (pair.gate_up, pair.down, pair.gate_up.tall, pair.down.tall)):
+            assert config.slices == 1
+            if packed_bits is not None:
+                assert config.chained
+                assert config.block_m >= 16
+                assert config.block_k == 128
+        coded = quantized.select_quantized_config(tokens, rows, 2, invariant=True)
+        assert coded.gate_up.block_m == coded.down.block_m >= 64
+        assert min(coded.gate_up.num_warps, coded.down.num_warps) >= 4
+        assert coded.sort_routes or tokens <= coded.gate_up.block_m

@@ -253,6 +253,18 @@ def test_reduce_routes(
         assert relative_error(out.tensor, reference) < bound(dtype, 1)
 
 
+def test_reduce_routes_by_their_weights() -> None:
+    """As `reduce_sorted_rows` does, bit for bit; weights of routes that add nothing may be anything."""
+    route_expert = route("out_of_range", 17, 4, 8).flatten()
+    rows, weights = random(68, 72, dtype=BF16), random(17, 4, dtype=FP32)
+    weights.view(-1)[route_expert < 0] = math.nan
+    found, expected = torch.empty(2, 17, 72, dtype=BF16, device=rows.device)
+    reduce_routes(found, rows, route_expert, topk_weights=weights)
+    own_rows = torch.where(route_expert < 0, -1, torch.arange(68, device=rows.device)).int()
+    reduce_sorted_rows(expected, rows, own_rows, weights)
+    assert torch.equal(found, expected)
+
+
 def test_order_within_an_expert_does_not_change_bits() -> None:
     """The claim of determinism rests on this, in case a faster sort is not stable."""
     ids = route("random", 33, 2, 4)
