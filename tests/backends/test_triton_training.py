@@ -161,6 +161,19 @@ def test_a_layer_that_trains_evaluates_as_one_that_infers(num_tokens: int) -> No
     assert torch.equal(run.forward(saves=False)[0], plain.forward(saves=False)[0])
 
 
+def test_a_step_has_the_bits_of_inference_if_asked_for() -> None:
+    """And what it saves is what a step saves that was not asked, whose gradients are compared with the reference."""
+    asked = {"has_bias": True, "gradients": set(GRADIENTS) - {"adapters"}, "adapter_rank": 0}
+    usual, invariant = (Run(problem_of(**asked, batch_invariant=flag), 17) for flag in (False, True))
+    out, saved = invariant.forward()
+    assert torch.equal(out, invariant.forward(saves=False)[0])
+    _, expected = usual.forward()
+    known = torch.isfinite(expected["pre"])
+    assert known.any()
+    assert torch.equal(saved["pre"][known], expected["pre"][known])
+    assert torch.equal(saved["plan"], expected["plan"])
+
+
 @pytest.mark.parametrize(
     "names",
     [
