@@ -290,6 +290,20 @@ def test_loading_takes_three_layers_more_than_the_packed_model(
     assert live.most > size + 3 * layer
 
 
+def test_transformers_reserves_room_for_codes_alone() -> None:
+    from transformers.modeling_utils import get_total_byte_count
+
+    from moereg.integrations._experts.loading import ExpertsQuantizer
+
+    model = tiny_model("qwen3_moe", torch.bfloat16)
+    quantizer = ExpertsQuantizer(quantize_on_load(SCHEME))
+    quantizer._process_model_before_weight_loading(model)
+    device = torch.device("cuda")
+    found = get_total_byte_count(model, {name: device for name, _ in model.named_parameters()}, quantizer)
+    experts = sum(each.numel() for each in experts_of(model).parameters()) * len(model.model.layers)
+    assert found[device] == 2 * sum(each.numel() for each in model.parameters()) - experts * 1.5
+
+
 @pytest.fixture
 def mxfp4(tmp_path: Path) -> Iterator[Path]:
     """A gpt-oss whose checkpoint has its experts in MXFP4, as published."""

@@ -76,11 +76,14 @@ class ExpertsQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self.forms)
 
-    @property
-    def quantized_element_size(self) -> float | None:
-        """Bytes of a code; scales come on top."""
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of a code, scales come on top: transformers allocates the model's size at once before it loads."""
+        if not self.param_needs_quantization(model, param_name):
+            return param.element_size()
         scheme = self.quantization_config.scheme
-        return None if scheme is None or scheme.weight is None else scheme.weight.bits / 8
+        assert scheme is not None
+        assert scheme.weight is not None
+        return scheme.weight.bits / 8
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for each in self.found:
