@@ -1,11 +1,16 @@
 """Choices of a launch that keep a row's bits, and what `batch_invariant=True` costs, on an H200.
 
     python -m benches.h200.batch_invariance FOLDER [--models M ...] [--schemes S ...] [--budget-s 500] [--only probe]
+    python -m benches.h200.batch_invariance FOLDER --final [--models M ...] [--budget-s 80]
+    python -m benches.h200.batch_invariance --page benches/results/batch_invariance_h200.json
 
 First one product of a tile at a time: which instructions, by shape and by which operand is on the left, give the same
 bits. Then each layer, by the default and with the flag, and by each candidate schedule: in calls of 1 to 4,096 tokens,
 the share of rows with the bits of the candidate's call of 4,096, and with those of Hopper's kernel there; and times of
 CUDA graphs, in turns with the default's. FOLDER gets a log and a JSON file; a short table comes last.
+
+`--final` times the default, the flag, and vLLM's Triton kernel with the fixed tiles that its VLLM_BATCH_INVARIANT takes,
+where vllm and plugins/moereg-vllm can be imported; `--page` prints the page of such a file.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import pathlib
 import sys
@@ -366,15 +372,94 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+FINAL_SCHEMES: Final = ("unquantized", "fp8_block128", "int4_w4a16_g128", "mxfp4_w4a16")
+FINAL_TOKENS: Final = (1, 16, 64, 256, 1024, 4096)
+PEER: Final = "vllm_triton"
+_FIXED: Final = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "SPLIT_K": 1}
+
+
+def peer_kernel(problem: MoEProblem, weights: Any) -> MoEKernel | str:
+    """vLLM's Triton kernel with the tiles of its batch-invariant mode, or why it is missing."""
+    try:
+        library = importlib.import_module("moereg_vllm._library")
+        importlib.import_module("moereg_vllm.vllm_triton")
+        kernels = library.fused_moe("fused_moe")
+        kernels.try_get_optimal_moe_config = lambda *_, **__: dict(_FIXED)
+        return make_kernel(problem, weights, select_backend(problem, require=PEER))
+    except Exception as error:  # Ours are timed without it.
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def measure_final(model: str, scheme: str, log: Callable[[str], None]) -> dict[str, Any]:
+    """Bits and times of one layer: the default, the flag and, if it is there, the peer."""
+    problem = problem_of(model, scheme)
+    flagged = dataclasses.replace(problem, batch_invariant=True)
+    weights = make_weights(problem)
+    kernels = {
+        name: make_kernel(asked, weights, select_backend(asked, require="triton"))
+        for name, asked in (("default", problem), ("flag", flagged))
+    }
+    warm({name: (kernel, None) for name, kernel in kernels.items()}, problem)
+    found: dict[str, Any] = {"model": model, "scheme": scheme, "us": {}}
+    with forced(kernels["flag"], None):
+        found["own"] = shares(kernels["flag"], make_call(problem, MOST), None)["own"]
+    peer = peer_kernel(problem, weights)
+    if isinstance(peer, str):
+        found["peer_missing"] = peer
+    else:
+        kernels[PEER] = peer
+    for num_tokens in FINAL_TOKENS:
+        calls = [make_call(problem, num_tokens) for _ in range(16 if num_tokens <= 64 else 2)]
+        outs = [torch.empty_like(call.hidden_states) for call in calls]
+        runs = {
+            name: rotated(kernel_runs(kernel, calls, outs), number)
+            for number, (name, kernel) in enumerate(kernels.items())
+        }
+        timings = time_runs(runs, outs[0].device, 200, 0.05)
+        found["us"][num_tokens] = {name: timing.median_us for name, timing in timings.items()}
+    log(json.dumps(found))
+    return found
+
+
+def page(record: dict[str, Any]) -> list[str]:
+    """The page of a final record, as Markdown."""
+    lines = [
+        "# batch_invariant on an H200",
+        "",
+        f"Times in us of CUDA graphs, in turns, and the ratio to the default; {record.get('device', '')}, "
+        f"`python -m benches.h200.batch_invariance FOLDER --final`. With `batch_invariant=True` "
+        "the share of rows with equal bits in calls of 1 to 4,096 tokens is in the last column.",
+        "",
+        "| layer | scheme | T | default | flag | ratio | vLLM, fixed tiles | its ratio to the flag | bits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        bits = low({int(tokens): share for tokens, share in row["own"].items()})
+        for tokens, us in row["us"].items():
+            peer = us.get(PEER)
+            texts = (f"{peer:.0f}", f"{peer / us['flag']:.2f}") if peer else ("-", "-")
+            start = f"| {row['model']} | {row['scheme']} | {tokens} | {us['default']:.0f} | {us['flag']:.0f}"
+            lines.append(f"{start} | {us['flag'] / us['default']:.2f} | {texts[0]} | {texts[1]} | {bits} |")
+    missing = dict.fromkeys(row["peer_missing"] for row in record["rows"] if "peer_missing" in row)
+    return [*lines, *(f"\nvLLM's kernel is missing: {text}" for text in missing)]
+
+
 def main() -> int:
     """Measures, writes after each layer, and prints the short table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("folder", type=pathlib.Path, nargs="?")
+    parser.add_argument("--final", action="store_true")
+    parser.add_argument("--page", type=pathlib.Path)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--budget-s", type=float, default=500.0)
     parser.add_argument("--only", choices=("probe",))
     arguments = parser.parse_args()
+    if arguments.page:
+        print(*page(json.loads(arguments.page.read_text())), sep="\n")
+        return 0
+    if arguments.folder is None:
+        parser.error("a folder is required")
     start = time.monotonic()
     platform = probe_platform()
     if platform.kind != "cuda":
@@ -387,15 +472,19 @@ def main() -> int:
             print(f"{time.monotonic() - start:6.1f} {text}", file=file, flush=True)
 
         record: dict[str, Any] = {"schema": 1, **provenance(platform, ("torch", "triton")), "rows": []}
-        record["probe"] = probe(log)
+        record["probe"] = [] if arguments.final else probe(log)
         left_out = []
-        layers = [(model, scheme) for model in arguments.models for scheme in arguments.schemes]
+        schemes = FINAL_SCHEMES if arguments.final else arguments.schemes
+        layers = [(model, scheme) for model in arguments.models for scheme in schemes]
         for model, scheme in [] if arguments.only else layers:
             if time.monotonic() - start > arguments.budget_s:
                 left_out.append(f"{model} {scheme}")
                 continue
             try:
-                record["rows"] += measure(model, scheme, log, start + arguments.budget_s)
+                if arguments.final:
+                    record["rows"].append(measure_final(model, scheme, log))
+                else:
+                    record["rows"] += measure(model, scheme, log, start + arguments.budget_s)
             except Exception as error:  # The other layers still count.
                 log(f"{model} {scheme}: {type(error).__name__}: {error}")
                 left_out.append(f"{model} {scheme}: {type(error).__name__}: {str(error)[:200]}")
@@ -408,7 +497,7 @@ def main() -> int:
         own = [row for row in record["probe"] if (row["dtype"], row["partial"]) == (dtype, partial)]
         words = sorted({f"{row['class']} {row['instruction'].split('.row')[0]}" for row in own})
         print(f"probe {dtype} {'a sum a step' if partial else 'one sum'}: {', '.join(words)}")
-    print(*table(record["rows"]), sep="\n")
+    print(*(page(record) if arguments.final else table(record["rows"])), sep="\n")
     print(*(f"left out: {text}" for text in left_out), sep="\n")
     return 0
 

@@ -207,7 +207,7 @@ def test_rows_that_keep_their_bits_are_summed_in_one_order(packed_bits: int | No
             if packed_bits is not None:
                 assert config.chained
                 assert config.block_m >= 16
-                assert config.block_k == 128
+                assert config.block_k % 128 == 0
         coded = quantized.select_quantized_config(tokens, rows, 2, invariant=True)
         assert coded.gate_up.block_m == coded.down.block_m >= 64
         assert min(coded.gate_up.num_warps, coded.down.num_warps) >= 4

@@ -116,7 +116,9 @@ def read_rules(table: str) -> tuple[ConfigRule, ...]:
 
 
 def _value(word: str) -> Any:
-    return _WORDS.get(word, int(word) if word.isdigit() else word)
+    if word[0].isdigit():
+        return float(word) if "." in word else int(word)
+    return _WORDS.get(word, word)
 
 
 def _read_rule(header: list[list[str]], row: list[list[Any]]) -> ConfigRule:

@@ -83,8 +83,11 @@ INVARIANT_RULES = (
 PACKED_INVARIANT_RULES = read_rules(
     """
     bytes tokens rows schedule| m  group mask | n   k   warps stages | n   k   warps stages
-    2     2      any  direct | 16 1     yes  | 64  128 4     4      | 64  128 4     4
-    2     8      any  direct | 16 1     yes  | 128 128 4     4      | 128 128 4     4
+    2     2      any  direct | 16 1     yes  | 64  256 4     3      | 64  256 4     3
+    2     8      0.9  direct | 16 1     yes  | 128 128 4     4      | 128 128 4     4
+    2     8      any  direct | 16 1     yes  | 64  256 4     3      | 64  256 4     3
+    2     16     1    sorted | 16 1     yes  | 128 128 4     4      | 128 128 4     4
+    2     16     any  direct | 16 1     yes  | 64  256 4     3      | 64  256 4     3
     2     any    11   sorted | 16 1     yes  | 128 128 4     4      | 128 128 4     4
     2     any    22   sorted | 32 1     yes  | 128 128 4     3      | 128 128 4     3
     2     any    any  sorted | 64 8     no   | 128 128 4     3      | 128 128 4     3
