@@ -9,8 +9,8 @@ bits. Then each layer, by the default and with the flag, and by each candidate s
 the share of rows with the bits of the candidate's call of 4,096, and with those of Hopper's kernel there; and times of
 CUDA graphs, in turns with the default's. FOLDER gets a log and a JSON file; a short table comes last.
 
-`--final` times the default, the flag, and vLLM's Triton kernel with the fixed tiles that its VLLM_BATCH_INVARIANT takes,
-where vllm and plugins/moereg-vllm can be imported; `--page` prints the page of such a file.
+`--final` times the default, the flag, and vLLM's Triton kernel with the fixed tiles of VLLM_BATCH_INVARIANT, where vllm
+and plugins/moereg-vllm can be imported; `--page` prints the page of such a file.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ _FIXED: Final = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GR
 
 
 def peer_kernel(problem: MoEProblem, weights: Any) -> MoEKernel | str:
-    """vLLM's Triton kernel with the tiles of its batch-invariant mode, or why it is missing."""
+    """The Triton kernel of vLLM with the tiles of its batch-invariant mode, or why it is missing."""
     try:
         library = importlib.import_module("moereg_vllm._library")
         importlib.import_module("moereg_vllm.vllm_triton")
