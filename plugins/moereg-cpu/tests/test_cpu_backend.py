@@ -105,6 +105,17 @@ def test_every_scheme_by_every_table(quant: Any, table: str) -> None:
         assert max(error_of(problem, num_tokens, table) for num_tokens in (1, 2, 7, 40)) < 1, dtype
 
 
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("quant", SCHEMES, ids=lambda quant: getattr(quant, "name", quant))
+def test_a_row_keeps_its_bits(quant: Any, table: str) -> None:
+    problem = MoEProblem(**SIZES, quant=quant, batch_invariant=True)
+    weights, inputs = make_weights(problem), make_inputs(problem, 40)
+    whole = run(problem, weights, inputs, table)
+    for num_tokens in (1, 2, 5, 17):
+        parts = zip(*(each.split(num_tokens) for each in _tensors(inputs)), strict=True)
+        assert torch.equal(whole, torch.cat([run(problem, weights, ExpertInputs(*part), table) for part in parts]))
+
+
 @hypothesis.given(
     quant=strategies.sampled_from(SCHEMES),
     hidden=strategies.integers(16, 400),

@@ -67,6 +67,7 @@ _FACTS: Final = Facts(
     placements=frozenset({"contiguous", "map"}),
     router_weight_on_input=True,
     deterministic=True,
+    batch_invariant=True,
 )
 
 
@@ -154,7 +155,7 @@ class _CpuExperts(Experts):
 def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int, halves: int) -> Matrix:
     fmt = problem.quant.weight
     if fmt is None:
-        return Matrix(rows=rows, columns=columns, format=FORMATS[problem.dtype])
+        return Matrix(rows=rows, columns=columns, format=FORMATS[problem.dtype], batch_invariant=problem.batch_invariant)
     group_rows, group_columns = (max(extent, 0) for extent in fmt.group)
     return Matrix(
         rows=rows,
@@ -165,6 +166,7 @@ def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int,
         group_rows=group_rows,
         scale_halves=halves,
         rounds_tokens=computes.activation is not None,
+        batch_invariant=problem.batch_invariant,
     )
 
 
@@ -223,5 +225,5 @@ class CpuExperts(_CpuExperts):
 class CpuBatchedExperts(_CpuExperts):
     """Batched format: likewise, on the rows that prepare laid out for each expert."""
 
-    facts = dataclasses.replace(_FACTS, activation_formats=frozenset({"batched"}))
+    facts = dataclasses.replace(_FACTS, activation_formats=frozenset({"batched"}), batch_invariant=False)
     output_form = "per_expert"

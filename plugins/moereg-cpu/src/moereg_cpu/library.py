@@ -17,7 +17,7 @@ ISA_VARIABLE: Final = "MOEREG_CPU_ISA"
 
 PATH: Final = Path(__file__).parent / "libmoereg_cpu.so"
 
-_API: Final = 3
+_API: Final = 4
 
 _pointer, _int32, _int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -55,6 +55,7 @@ class Matrix(ctypes.Structure):
         ("scale_halves", _int32),
         ("scale_2_halves", _int32),
         ("rounds_tokens", _int32),
+        ("batch_invariant", _int32),
     )
 
 

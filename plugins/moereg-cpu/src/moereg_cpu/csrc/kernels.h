@@ -516,6 +516,9 @@ template <class Format, int G> struct Tile {
     }
 };
 
+// Whether products with one packed row multiply its factors by the scales first.
+template <class Format, int G> constexpr bool weighs_scales = Format::kIsInteger && G != 0;
+
 // The products of M packed rows with `count` rows from `first` on of each stream.
 template <class Format, int G, bool Z, int M>
 void multiply_rows(
@@ -525,7 +528,7 @@ void multiply_rows(
     constexpr int block_bytes = kBlockWeightBytes<Format>, per_block = G == 0 ? 0 : kBlock / G;
     constexpr int buffered = kSegment * kBlock / kLeastGroup;
     // Whether scales are multiplied by the factors of the packed row before they multiply sums.
-    constexpr bool weighed = M == 1 && Format::kIsInteger && G != 0;
+    constexpr bool weighed = M == 1 && weighs_scales<Format, G>;
     const moereg_cpu_matrix& matrix = tile.matrix;
     const int64_t num_full = matrix.columns / kBlock, num_blocks = blocks_of(matrix.columns);
     const bool has_plain_scales = matrix.scale_format == MOEREG_CPU_F32;
@@ -810,7 +813,15 @@ void multiply(
             const uint8_t* const* at = reinterpret_cast<const uint8_t* const*>(packed) + m;
             float* to = out + m * out_stride;
             switch (num_rows - m) {
-                case 1: multiply_rows<Format, G, Z, 1>(tile, row, count, m == 0, at, to, out_stride); break;
+                case 1:
+                    if (matrix.batch_invariant != 0 && weighs_scales<Format, G>) {
+                        // One row alone would add in another order: it is multiplied twice, to the same place.
+                        const uint8_t* const twice[] = {at[0], at[0]};
+                        multiply_rows<Format, G, Z, 2>(tile, row, count, m == 0, twice, to, 0);
+                    } else {
+                        multiply_rows<Format, G, Z, 1>(tile, row, count, m == 0, at, to, out_stride);
+                    }
+                    break;
                 case 2: multiply_rows<Format, G, Z, 2>(tile, row, count, m == 0, at, to, out_stride); break;
                 case 3: multiply_rows<Format, G, Z, 3>(tile, row, count, m == 0, at, to, out_stride); break;
                 default: multiply_rows<Format, G, Z, 4>(tile, row, count, m == 0, at, to, out_stride);

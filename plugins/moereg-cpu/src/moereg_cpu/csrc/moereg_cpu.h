@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 // Bumped with every change of the structures or functions below.
-#define MOEREG_CPU_API 3
+#define MOEREG_CPU_API 4
 
 enum moereg_cpu_format {
     MOEREG_CPU_F32 = 0,
@@ -48,6 +48,7 @@ struct moereg_cpu_matrix {
     int32_t scale_halves;    // of scales of several rows or a matrix: 2 if gate and up have their own
     int32_t scale_2_halves;  // likewise
     int32_t rounds_tokens;   // whether inputs are rounded to int8 with a scale per row; for I8
+    int32_t batch_invariant; // whether a row's bits must not depend on the rows beside it
 };
 
 struct moereg_cpu_layer {

@@ -150,10 +150,13 @@ struct Run {
 
     int64_t num_inputs() const { return is_per_expert ? num_routes : num_tokens; }
 
+    // Where bits may not depend on other rows, all are in panels.
+    int64_t least_panel_rows() const { return layer.w13.batch_invariant != 0 ? 1 : kLeastPanelRows; }
+
     // Each expert with panels has at most one that is not full.
     int64_t most_panels() const {
         if (panel_bytes == 0) return 0;
-        return num_routes / kPanelRows + smaller(layer.num_local_experts, num_routes / kLeastPanelRows);
+        return num_routes / kPanelRows + smaller(layer.num_local_experts, num_routes / least_panel_rows());
     }
 
     int64_t cut(void* workspace) {
@@ -223,7 +226,7 @@ struct Run {
     void add_units(int64_t expert) {
         const int64_t begin = first_rows[expert], count = first_rows[expert + 1] - begin;
         if (count == 0) return;
-        if (panel_bytes == 0 || count < kLeastPanelRows) {
+        if (panel_bytes == 0 || count < least_panel_rows()) {
             units[num_units++] = {expert, 0, 0};
             return;
         }
