@@ -32,8 +32,11 @@ _FOLDER: Final = Path(__file__).resolve().parents[1] / ".cpu-peers/vllm"
 @functools.cache
 def _operators() -> Any:
     """Those of vLLM; an OSError says why there are none."""
-    isa = "AVX512" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "AVX2"
-    torch.ops.load_library(str(_FOLDER / f"_C_{isa}.abi3.so"))
+    # As vLLM chooses: only the first has AMX and bfloat16's own instructions.
+    name = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
+    if torch.cpu._is_avx512_bf16_supported():
+        name = "_C"
+    torch.ops.load_library(str(_FOLDER / f"{name}.abi3.so"))
     return torch.ops._C
 
 

@@ -150,11 +150,12 @@ Array<float> run(
         // Of a bfloat16, the upper half.
         memcpy(&input[place], reinterpret_cast<const char*>(&value) + 4 - size, size);
     }
-    Array<float> weights(static_cast<size_t>(tokens * layer.top_k), 0.5f);
+    Array<float> weights(static_cast<size_t>(tokens * layer.top_k));
+    for (auto& weight : weights) weight = static_cast<float>(1 + (draw() >> 30)) / 4;
     Array<int32_t> ids(static_cast<size_t>(tokens * layer.top_k)), map(static_cast<size_t>(layer.num_experts)), counts;
     for (auto& id : ids) id = static_cast<int32_t>(draw() >> 16) % (static_cast<int32_t>(layer.num_experts) + 2) - 1;
     for (size_t i = 0; i < map.size(); ++i) map[i] = static_cast<int32_t>(i) - 1;
-    for (int64_t i = 0; i < experts; ++i) counts.push_back(static_cast<int32_t>(i % (tokens + 1)));
+    for (int64_t i = 0; i < experts; ++i) counts.push_back(static_cast<int32_t>((i * 20 + 3) % (tokens + 1)));
     Array<uint8_t> workspace(static_cast<size_t>(moereg_cpu_workspace_bytes(&layer, tokens, is_per_expert, table)));
     memset(workspace.data(), 0xff, workspace.size());
     moereg_cpu_call call = {};
@@ -204,7 +205,9 @@ int main() {
                 const int32_t halves = layer.activation == MOEREG_CPU_RELU2 ? 1 : 2;
                 const Tensors w13 = fill(layer.w13, scheme, 3, halves * size[1], size[0], halves);
                 const Tensors w2 = fill(layer.w2, scheme, 3, size[0], size[1], 1);
-                for (const int64_t tokens : {1, 5, 47}) {
+                for (const int64_t tokens : {1, 5, 47, 300}) {
+                    // The largest in a few layers: panels of one expert in several units, an odd number among them.
+                    if (tokens == 300 && size[0] != 131) continue;
                     for (const bool is_per_expert : {false, true}) {
                         layer.format = tokens == 5 ? MOEREG_CPU_F32 : MOEREG_CPU_BF16;
                         layer.scales_input = tokens == 47 && runs % 4 == 0;
@@ -215,7 +218,7 @@ int main() {
                         for (const float value : one) is_finite = is_finite && std::isfinite(value);
                         const bool is_same = memcmp(one.data(), three.data(), one.size() * sizeof(float)) == 0;
                         // A table may round to bfloat16.
-                        if (!is_finite || !is_same || apart > 0.02) {
+                        if (!is_finite || !is_same || !(apart <= 0.02)) {
                             fprintf(stderr, "%s, %s, H %d I %d T %d: finite %d, same %d, %.1e from portable\n",
                                     moereg_cpu_table_name(table), scheme.name, static_cast<int>(size[0]),
                                     static_cast<int>(size[1]), static_cast<int>(tokens), is_finite, is_same, apart);

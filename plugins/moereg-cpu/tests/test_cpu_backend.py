@@ -158,26 +158,27 @@ def test_long_rows(name: str, table: str) -> None:
     ],
 )
 def test_activations(activation: str, table: str) -> None:
-    problem = MoEProblem(**SIZES, activation=activation, has_bias=True, dtype="float32")
-    assert error_of(problem, 7, table) < 1
+    for dtype in ("float32", "bfloat16"):
+        problem = MoEProblem(**SIZES, activation=activation, has_bias=True, dtype=dtype)
+        assert error_of(problem, 40, table) < 1, dtype
 
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("quant", ["nvfp4_w4a16", backend.FP8_WEIGHTS[0]], ids=["nvfp4", "fp8_tensor"])
 def test_gate_and_up_with_scales_of_their_own(quant: Any, table: str) -> None:
-    assert error_of(MoEProblem(**SIZES, quant=quant), 7, table, separate_halves=True) < 1
+    assert error_of(MoEProblem(**SIZES, quant=quant), 40, table, separate_halves=True) < 1
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_expert_map(table: str) -> None:
     problem = MoEProblem(**SIZES, quant="int4_w4a16_g32_zp", num_local_experts=2, placement="map")
-    assert error_of(problem, 7, table, torch.tensor([-1, 1, -1, 0, -1], dtype=torch.int32)) < 1
+    assert error_of(problem, 40, table, torch.tensor([-1, 1, -1, 0, -1], dtype=torch.int32)) < 1
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_router_weight_on_input(table: str) -> None:
     problem = MoEProblem(**{**SIZES, "top_k": 1}, quant="int8_w8a16", apply_router_weight_on_input=True)
-    assert error_of(problem, 7, table) < 1
+    assert error_of(problem, 40, table) < 1
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -248,12 +249,12 @@ def test_any_number_of_threads_gives_the_same_bits(quant: str) -> None:
 @pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16", "int4_w4a16_g64_zp", backend.FP8_WEIGHTS[3]], ids=str)
 def test_a_token_of_nan_spoils_itself_alone(quant: Any, table: str) -> None:
     problem = MoEProblem(**SIZES, quant=quant)
-    weights, inputs = make_weights(problem), make_inputs(problem, 6)
+    weights, inputs = make_weights(problem), make_inputs(problem, 40)
     clean = run(problem, weights, inputs, table)
     inputs.hidden_states[3, 17] = float("nan")
     spoiled = run(problem, weights, inputs, table)
     assert spoiled[3].isnan().all()
-    others = torch.arange(6) != 3
+    others = torch.arange(40) != 3
     assert torch.equal(spoiled[others], clean[others])
 
 
@@ -261,7 +262,7 @@ def test_a_token_of_nan_spoils_itself_alone(quant: Any, table: str) -> None:
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_nan_code_of_fp8_is_nan(code: int, table: str) -> None:
     problem = MoEProblem(**SIZES, quant=backend.FP8_WEIGHTS[1])
-    weights, inputs = make_weights(problem), make_inputs(problem, 6)
+    weights, inputs = make_weights(problem), make_inputs(problem, 40)
     clean = run(problem, weights, inputs, table)
     weights.w2.view(torch.uint8)[:, 9, -1] = code
     found = run(problem, weights, inputs, table)
@@ -274,7 +275,7 @@ def test_a_nan_code_of_fp8_is_nan(code: int, table: str) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_subnormal_codes_count_where_torch_flushes_them(table: str) -> None:
     problem = MoEProblem(**SIZES, quant=backend.FP8_WEIGHTS[1])
-    weights, inputs = make_weights(problem), make_inputs(problem, 6)
+    weights, inputs = make_weights(problem), make_inputs(problem, 40)
     for matrix in (weights.w13, weights.w2):
         matrix.view(torch.uint8).bitwise_and_(0x87)  # All codes are subnormal.
     expected = run(problem, weights, inputs, table)

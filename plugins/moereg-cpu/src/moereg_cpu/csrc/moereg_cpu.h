@@ -89,7 +89,8 @@ struct moereg_cpu_call {
 
 int32_t moereg_cpu_api(void);
 
-// The number of tables of kernels, the name of each, and whether this processor runs it. A higher one is faster.
+// The number of tables of kernels, the name of each, and whether this processor runs it, to be asked before one is used:
+// it also asks Linux for AMX. A higher one is faster.
 int32_t moereg_cpu_num_tables(void);
 const char* moereg_cpu_table_name(int32_t table);
 int32_t moereg_cpu_table_runs(int32_t table);

@@ -23,6 +23,7 @@ namespace {
 // Columns of a task: enough to read ahead in, few enough for many threads to share one token's experts.
 constexpr int64_t kTileGates = 32;
 constexpr int64_t kTileColumns = 64;
+static_assert(kTileGates == kPanelColumns, "a task packs whole steps of panels");
 constexpr int64_t kAlignment = 64;
 // Longer calls run in pieces, each with at least kLeastTokens. The fp32 outputs of a piece's routes take at most so many
 // bytes, and so do their intermediates.
@@ -39,6 +40,13 @@ int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t aligned(int64_t bytes) { return tiles_of(bytes, kAlignment) * kAlignment; }
 
 #ifdef MOEREG_CPU_X86
+Table amx_table() {
+    Table table = kAvx512Bf16;
+    table.name = "amx";
+    table.panels = &kAmxPanels;
+    return table;
+}
+const Table kAmx = amx_table();
 const Table* const kTables[] = {&kPortable, &kAvx2, &kAvx512, &kAvx512Bf16, &kAmx};
 #else
 const Table* const kTables[] = {&kPortable};
@@ -128,7 +136,7 @@ struct Run {
     int64_t* panel_rows;      // [P]: the first row of each panel
     int64_t* panel_counts;    // [P]: its rows
     Counter* counters;        // [4]: of each phase
-    Counter* waiting;         // [E]: tiles of an expert that are not done
+    Counter* waiting;         // [E]: tiles of an expert without panels that are not done
     uint8_t* packed;          // [T]: packed hidden states
     float* inner;             // [N, I]
     uint8_t* packed_inner;    // [N]
@@ -145,8 +153,13 @@ struct Run {
           is_per_expert(is_per_expert), hidden(layer.w2.rows), intermediate(layer.w2.columns),
           num_routes(num_tokens * (is_per_expert ? layer.num_local_experts : layer.top_k)),
           packed_bytes(table.packed_row_bytes(layer.w13)), packed_inner_bytes(table.packed_row_bytes(layer.w2)),
-          panel_bytes(table.panels == nullptr ? 0 : table.panels->bytes(layer.w13, layer.format)),
-          panel_inner_bytes(table.panels == nullptr ? 0 : table.panels->bytes(layer.w2, layer.format)) {}
+          panel_bytes(bytes_of_panel(layer.w13)), panel_inner_bytes(bytes_of_panel(layer.w2)) {
+        if (panel_inner_bytes == 0) panel_bytes = 0;
+    }
+
+    int64_t bytes_of_panel(const moereg_cpu_matrix& matrix) const {
+        return table.panels == nullptr ? 0 : table.panels->bytes(matrix, layer.format);
+    }
 
     int64_t num_inputs() const { return is_per_expert ? num_routes : num_tokens; }
 

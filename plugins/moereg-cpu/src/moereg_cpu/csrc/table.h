@@ -79,7 +79,7 @@ extern const Table kPortable;
 extern const Table kAvx2;
 extern const Table kAvx512;
 extern const Table kAvx512Bf16;
-extern const Table kAmx;
+extern const Panels kAmxPanels;
 #endif
 
 }  // namespace moereg_cpu

@@ -13,12 +13,12 @@ using moereg_cpu::kPanelColumns;
 using moereg_cpu::kPanelRows;
 using moereg_cpu::kPanelSize;
 
-// A step is 32 columns; so many are decoded at a time, of 32 rows of weights: 16 KiB.
-constexpr int64_t kStep = 32, kBlockSteps = 8;
+// A step is 32 columns. So many are decoded at a time at most, of 32 rows of weights: 32 KiB.
+constexpr int64_t kStep = 32, kMostSteps = 16;
 constexpr int64_t kStepBytes = kStep * kPanelRows * 2;
 
 struct Weights {
-    alignas(64) uint16_t steps[kBlockSteps][kPanelColumns][kStep];
+    alignas(64) uint16_t steps[kMostSteps][kPanelColumns][kStep];
 };
 
 MOEREG_INLINE int64_t steps_of(int64_t columns) { return (columns + kStep - 1) / kStep; }
@@ -71,13 +71,6 @@ MOEREG_INLINE void transpose(__m512i (&rows)[16]) {
 }
 
 // --- panels ---
-
-int64_t panel_bytes(const moereg_cpu_matrix& matrix, int32_t format) {
-    const bool has_kernel = matrix.format == MOEREG_CPU_BF16 || matrix.format == MOEREG_CPU_I8 ||
-                            matrix.format == MOEREG_CPU_E4M3 || is_4_bit(matrix);
-    if (!has_kernel || matrix.rounds_tokens != 0 || format != MOEREG_CPU_BF16) return 0;
-    return steps_of(matrix.columns) * kStepBytes;
-}
 
 void pack_panel(
     const moereg_cpu_matrix& matrix, const void* const* rows, const float* factors, int64_t count, void* panel) {
@@ -150,20 +143,18 @@ template <int32_t F> constexpr int64_t step_bytes() {
     return F == MOEREG_CPU_U4 || F == MOEREG_CPU_E2M1 ? kStep / 2 : kStep;
 }
 
-// Decodes `count` steps of a row, to each step's place in a block. A row of groups begins with one.
-template <int32_t F>
-MOEREG_INLINE void decode_steps(const Row& row, int64_t group_columns, int64_t count, uint16_t* to) {
+// Decodes `count` steps of a row in groups of G columns, to each step's place in a block. It begins with a group.
+template <int32_t F, int G>
+MOEREG_INLINE void decode_steps(const Row& row, int64_t count, uint16_t* to) {
     static constexpr float kIntegers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static constexpr float kFloats[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
     const Floats values = load(F == MOEREG_CPU_U4 ? kIntegers : kFloats);
+    const Floats centered = _mm512_sub_ps(values, all(F == MOEREG_CPU_U4 ? 8.0f : 0.0f));
     const auto table_of_group = [&](int64_t group) MOEREG_LAMBDA {
-        const float zero = row.zero_points != nullptr ? row.zero_points[group] : F == MOEREG_CPU_U4 ? 8.0f : 0.0f;
-        const float scale = group_columns == 0 ? 1.0f : row.scales[group];
-        return values_of(_mm512_sub_ps(values, all(zero)), scale);
+        Floats here = centered;
+        if (row.zero_points != nullptr) here = _mm512_sub_ps(values, all(row.zero_points[group]));
+        return values_of(here, G == 0 ? 1.0f : row.scales[group]);
     };
-    // Codes of the second half of a step of two groups are looked up in the second half of the table.
-    constexpr int64_t bit = 0x0010001000100010;
-    const __m512i second_half = group_columns == 16 ? _mm512_set_epi64(bit, bit, 0, 0, bit, bit, 0, 0) : no_bits();
     __m512i table = no_bits();
     for (int64_t step = 0; step < count; ++step, to += kPanelColumns * kStep) {
         const uint8_t* from = row.codes + step * step_bytes<F>();
@@ -173,21 +164,24 @@ MOEREG_INLINE void decode_steps(const Row& row, int64_t group_columns, int64_t c
         } else if constexpr (F == MOEREG_CPU_I8) {
             decoded = rounded(decode_i8(from + kLanes), decode_i8(from));
         } else if constexpr (F == MOEREG_CPU_E4M3) {
-            const Floats scale = all(group_columns == 0 ? 1.0f : row.scales[step * kStep / group_columns]);
+            const Floats scale = all(G == 0 ? 1.0f : row.scales[G == 0 ? 0 : step * kStep / G]);
             const Floats low = decode_e4m3(load_bytes(from)), high = decode_e4m3(load_bytes(from + kLanes));
             decoded = rounded(multiply(high, scale), multiply(low, scale));
         } else {
-            if (group_columns == 16) {
+            const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+            // Even columns are low nibbles, odd ones high. A look-up reads the lowest 5 bits.
+            __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1);
+            if constexpr (G == 16) {
+                // Of a step's two groups, the second is looked up in the second half of the table.
                 const __m512i first = _mm512_castsi256_si512(table_of_group(2 * step));
                 table = _mm512_inserti64x4(first, table_of_group(2 * step + 1), 1);
-            } else if (step == 0 || (group_columns != 0 && step * kStep % group_columns == 0)) {
-                table = _mm512_broadcast_i64x4(table_of_group(group_columns == 0 ? 0 : step * kStep / group_columns));
+                constexpr int64_t bit = 0x0010001000100010;
+                const __m512i second = _mm512_set_epi64(bit, bit, 0, 0, bit, bit, 0, 0);
+                codes = either(both(codes, all_bits(0x000f000f)), second);
+            } else if (G == 0 ? step == 0 : step * kStep % (G == 0 ? 1 : G) == 0) {
+                table = _mm512_broadcast_i64x4(table_of_group(G == 0 ? 0 : step * kStep / (G == 0 ? 1 : G)));
             }
-            const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-            // Even columns are low nibbles, odd ones high.
-            const __m512i codes =
-                _mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1);
-            decoded = _mm512_permutexvar_epi16(either(both(codes, all_bits(0x000f000f)), second_half), table);
+            decoded = _mm512_permutexvar_epi16(codes, table);
         }
         _mm512_store_si512(to, decoded);
     }
@@ -208,42 +202,46 @@ struct Ahead {
 };
 
 // Decodes the steps [begin, end) of a matrix's rows [top, top + count); rows beyond repeat the last one.
-template <int32_t F>
+template <int32_t F, int G>
 void decode_block(
     const moereg_cpu_matrix& matrix, int64_t expert, int64_t top, int64_t count, int64_t begin, int64_t end,
     Ahead& ahead, Weights& weights) {
     constexpr int64_t bytes = step_bytes<F>();
-    const int64_t row_bytes = (matrix.columns * bytes + kStep - 1) / kStep, group = matrix.group_columns;
-    const int64_t groups = group == 0 ? 1 : (matrix.columns + group - 1) / group;
-    const int64_t first_group = group == 0 ? 0 : begin * kStep / group;
-    const int64_t num_groups = group == 0 ? 1 : smaller((end * kStep + group - 1) / group, groups) - first_group;
+    constexpr int64_t group = G == 0 ? INT64_MAX / 4 : G;
+    const int64_t row_bytes = (matrix.columns * bytes + kStep - 1) / kStep;
+    const int64_t groups = G == 0 ? 1 : (matrix.columns + group - 1) / group, first_group = begin * kStep / group;
+    const int64_t num_groups = G == 0 ? 1 : smaller((end * kStep + group - 1) / group, groups) - first_group;
     const bool is_partial = end * kStep > matrix.columns;
     const uint8_t* all_codes = static_cast<const uint8_t*>(matrix.weight);
-    float scales[kBlockSteps * 2 + kLanes], zero_points[kBlockSteps * 2];
+    float scales[kMostSteps * 2 + kLanes], zero_points[kMostSteps * 2];
     for (int64_t n = 0; n < kPanelColumns; ++n) {
         const int64_t row = top + smaller(n, count - 1), place = expert * matrix.rows + row;
         Row one{all_codes + place * row_bytes + begin * bytes, scales, nullptr};
         ahead.fetch(ahead.lines_of_row / 2);
-        if (group != 0) {
+        if constexpr (G != 0) {
             const int64_t from = scale_row_of(matrix, expert, row) * groups + first_group;
-            decode_scales(matrix.scale, matrix.scale_format, from, num_groups, scales);
-            // A step of two groups, the second of which no column has.
-            if (num_groups < 2 * kBlockSteps) scales[num_groups] = 0;
+            if (G > 16 && matrix.scale_format == MOEREG_CPU_F32) {
+                one.scales = static_cast<const float*>(matrix.scale) + from;
+            } else {
+                decode_scales(matrix.scale, matrix.scale_format, from, num_groups, scales);
+                // A step of two groups, the second of which no column has.
+                if (num_groups < 2 * kMostSteps) scales[num_groups] = 0;
+            }
         }
         if (matrix.zero_point != nullptr) {
             find_zero_points(matrix, place, groups, first_group, num_groups, zero_points);
             one.zero_points = zero_points;
         }
         const int64_t num_full = end - begin - is_partial;
-        decode_steps<F>(one, group, num_full, weights.steps[0][n]);
+        decode_steps<F, G>(one, num_full, weights.steps[0][n]);
         if (is_partial) {
             uint8_t copy[2 * kStep] = {};
             memcpy(copy, one.codes + num_full * bytes, static_cast<size_t>(row_bytes - (end - 1) * bytes));
             one.codes = copy;
-            const int64_t skipped = group == 0 ? 0 : num_full * kStep / group;
+            const int64_t skipped = num_full * kStep / group;
             one.scales += skipped;
             if (one.zero_points != nullptr) one.zero_points += skipped;
-            decode_steps<F>(one, group, 1, weights.steps[num_full][n]);
+            decode_steps<F, G>(one, 1, weights.steps[num_full][n]);
         }
     }
 }
@@ -319,27 +317,28 @@ MOEREG_INLINE void multiply_block(
     }
 }
 
-template <int32_t F>
+template <int32_t F, int G>
 void multiply(
     const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, int64_t next, const uint8_t* panels,
     int64_t num_panels, float* out) {
     const TileRegisters registers;
     const int64_t num_steps = steps_of(matrix.columns), bytes = num_steps * kStepBytes;
     const int64_t row_bytes = (matrix.columns * step_bytes<F>() + kStep - 1) / kStep;
-    constexpr int64_t lines = kBlockSteps * step_bytes<F>() / 64;
+    constexpr int64_t block_steps = step_bytes<F>() < kStep ? kMostSteps : kMostSteps / 2;
+    constexpr int64_t lines = block_steps * step_bytes<F>() / 64;
     Weights weights;
-    for (int64_t step = 0; step < num_steps; step += kBlockSteps) {
-        const int64_t stop = smaller(step + kBlockSteps, num_steps);
+    for (int64_t step = 0; step < num_steps; step += block_steps) {
+        const int64_t stop = smaller(step + block_steps, num_steps);
         Ahead ahead{static_cast<const uint8_t*>(matrix.weight), row_bytes, lines};
         if (stop < num_steps) {
             ahead.from += (expert * matrix.rows + begin) * row_bytes + stop * step_bytes<F>();
         } else {
             ahead.from = next < 0 ? nullptr : ahead.from + next * row_bytes;
         }
-        decode_block<F>(matrix, expert, begin, end - begin, step, stop, ahead, weights);
+        decode_block<F, G>(matrix, expert, begin, end - begin, step, stop, ahead, weights);
         memory_is_read();
         // The other half of the lines.
-        const int64_t lines_of_step = lines * kPanelColumns / (num_panels + 1) / kBlockSteps + 1;
+        const int64_t lines_of_step = lines * kPanelColumns / (num_panels + 1) / block_steps + 1;
         for (int64_t panel = 0; panel < num_panels; panel += 2) {
             const uint8_t* from = panels + panel * bytes + step * kStepBytes;
             float* to = out + panel * kPanelSize;
@@ -366,26 +365,41 @@ void multiply(
     }
 }
 
+static_assert(kStep == kPanelColumns, "a step of a panel is what a product of gates writes");
+
+using Product = decltype(moereg_cpu::Panels::product);
+
+Product product_of(const moereg_cpu_matrix& matrix) {
+    const int32_t group = matrix.group_columns;
+    switch (matrix.format) {
+        case MOEREG_CPU_BF16: return multiply<MOEREG_CPU_BF16, 0>;
+        case MOEREG_CPU_I8: return multiply<MOEREG_CPU_I8, 0>;
+        case MOEREG_CPU_E4M3:
+            if (group == 0) return multiply<MOEREG_CPU_E4M3, 0>;
+            return group == 32 ? multiply<MOEREG_CPU_E4M3, 32> : multiply<MOEREG_CPU_E4M3, 128>;
+        case MOEREG_CPU_E2M1: return group == 16 ? multiply<MOEREG_CPU_E2M1, 16> : multiply<MOEREG_CPU_E2M1, 32>;
+        case MOEREG_CPU_U4:
+            if (group == 0) return multiply<MOEREG_CPU_U4, 0>;
+            if (group == 32) return multiply<MOEREG_CPU_U4, 32>;
+            return group == 64 ? multiply<MOEREG_CPU_U4, 64> : multiply<MOEREG_CPU_U4, 128>;
+        default: return nullptr;
+    }
+}
+
+int64_t panel_bytes(const moereg_cpu_matrix& matrix, int32_t format) {
+    if (product_of(matrix) == nullptr || matrix.rounds_tokens != 0 || format != MOEREG_CPU_BF16) return 0;
+    return steps_of(matrix.columns) * kStepBytes;
+}
+
 void product(
     const moereg_cpu_matrix& matrix, int64_t expert, int64_t begin, int64_t end, int64_t next, const uint8_t* panels,
     int64_t num_panels, float* out) {
-    const auto chosen = matrix.format == MOEREG_CPU_BF16   ? multiply<MOEREG_CPU_BF16>
-                        : matrix.format == MOEREG_CPU_I8   ? multiply<MOEREG_CPU_I8>
-                        : matrix.format == MOEREG_CPU_E4M3 ? multiply<MOEREG_CPU_E4M3>
-                        : matrix.format == MOEREG_CPU_U4   ? multiply<MOEREG_CPU_U4>
-                                                           : multiply<MOEREG_CPU_E2M1>;
-    chosen(matrix, expert, begin, end, next, panels, num_panels, out);
+    product_of(matrix)(matrix, expert, begin, end, next, panels, num_panels, out);
 }
 
+// A constant: nothing of this unit may run while the library is loaded, by processors that lack its instructions.
 constexpr moereg_cpu::Panels kPanels = {panel_bytes, pack_panel, pack_columns, product, turn};
-
-moereg_cpu::Table with_panels(const moereg_cpu::Table& other) {
-    moereg_cpu::Table table = other;
-    table.name = "amx";
-    table.panels = &kPanels;
-    return table;
-}
 
 }  // namespace
 
-const moereg_cpu::Table moereg_cpu::kAmx = with_panels(moereg_cpu::kAvx512Bf16);
+const moereg_cpu::Panels moereg_cpu::kAmxPanels = kPanels;

@@ -11,7 +11,7 @@
 
 #define MOEREG_INLINE static inline __attribute__((always_inline))
 // Arrays of registers are registers only if every loop over them is unrolled.
-#define MOEREG_UNROLL _Pragma("GCC unroll 8")
+#define MOEREG_UNROLL _Pragma("GCC unroll 16")
 #define MOEREG_LAMBDA __attribute__((always_inline))
 
 namespace {
