@@ -59,7 +59,7 @@ PLAIN: Final = "unquantized"
 LLAMA: Final = "llama.cpp"
 NAMES: Final = (EAGER, "batched_mm", "grouped_mm", OURS)
 _CHECKED_TOKENS: Final = 4
-_PROMPT: Final = 64
+_PROMPT: Final = 16
 
 
 class CpuModel:
