@@ -195,11 +195,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for threads in options.threads:
         torch.set_num_threads(threads)
         rates[threads] = read_rate(threads)
-    cases, kind = (
-        [Case("decode", "eager", batch, CONTEXT) for batch in (1, 4)],
-        "BF16" if options.scheme == PLAIN else "Q4_0",
-    )
-    cases.append(Case("prefill", "eager", 1, options.prompt))
+    kind, prompt = "BF16" if options.scheme == PLAIN else "Q4_0", Case("prefill", "eager", 1, options.prompt)
+    cases = [*(Case("decode", "eager", batch, CONTEXT) for batch in (1, 4)), prompt]
     made, rest_bytes = CpuModel(spec, options.scheme), 2.0
     if options.llama:
         rows, (weights, num_bytes) = llama(spec, kind, cases, options), llama_models.BLOCK[kind]
