@@ -38,8 +38,8 @@ def test_models_are_measured_and_shown(tmp_path: Path, monkeypatch: pytest.Monke
         assert times[OLMOE, "decode", 1, name] > 0
         assert (times[OLMOE, "prefill", 1, name] is None) is (name == "batched_mm")
     assert times[QWEN3, "decode", 4, "moereg"] > 0
-    # Two layers: 2 of 8 experts of 64 x 64 x 3 in 4 bits and an fp32 scale per 32, attention (4 and 2 heads of 16) with its
-    # norms, a router and two norms; the last norm and the output.
+    # Two layers: 2 of 8 experts of 64 x 64 x 3 in 4 bits and an fp32 scale per 32, attention (4 and 2 heads of 16)
+    # with its norms, a router and two norms; the last norm and the output.
     experts = 2 * 2 * 3 * 64 * 64 * (0.5 + 4 / 32)
     rest = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 2 * 16 + 8 * 64 + 2 * 64) + 64 + 128 * 64
     assert rows[-3]["read_bytes"] == pytest.approx(experts + 2 * rest)
