@@ -1,6 +1,6 @@
 """The tables of CPUs: `torch` beside transformers' experts, and moereg-cpu beside other people's kernels.
 
-They show every stored file of `bench_torch_cpu` and of `bench_cpu_kernels`.
+They show every stored file of `bench_torch_cpu`, of `bench_cpu_kernels` and of `cpu_models`.
 """
 
 from __future__ import annotations
@@ -234,6 +234,39 @@ def _kernel_times(row: dict[str, Any]) -> list[str]:
     return [f"{times[_KERNELS] / 1e3:.2f}", own, f"{times[best] / 1e3:.2f} ({best})"]
 
 
+_MODEL_PEERS: Final = ("eager", "grouped_mm", "batched_mm", "llama.cpp")
+
+
+def models_table() -> str:
+    """Tokens a second of whole models; per case, moereg's over the fastest other's."""
+    parts = []
+    for path in sorted(RESULTS.glob("models_cpu_*.json")):
+        document = read(path)
+        cases: dict[tuple[Any, ...], dict[str, Document]] = {}
+        for row in document["rows"]:
+            key = tuple(row[name] for name in ("model", "scheme", "phase", "batch", "tokens", "threads"))
+            cases.setdefault(key, {})[row["implementation"]] = row
+        lines = []
+        for (model, scheme, phase, batch, tokens, threads), found in sorted(cases.items()):
+            rates = {name: row["tokens_per_s"] for name, row in found.items() if row.get("tokens_per_s")}
+            ours, best = rates.pop(_OURS, None), max(rates.values(), default=None)
+            ratio = ours / best if ours and best else None
+            share = found.get(_OURS, {}).get("read_share") if batch == 1 else None
+            shown = [f"{rate:.1f}" if rate else "-" for rate in (ours, *map(rates.get, _MODEL_PEERS))]
+            what = f"{phase} {batch} x {tokens}"
+            ends = [f"{ratio:.2f} {outcome(ratio)}" if ratio else "-", f"{share:.0%}" if share else "-"]
+            lines.append([model, scheme, what, str(threads), *shown, *ends])
+        header = ["model", "experts", "case", "threads", _OURS, *_MODEL_PEERS, "ratio", "of memory's rate"]
+        versions = {f"llama-cpp-python {row['version']}" for row in document["rows"] if "version" in row}
+        others = "".join(f", {version}" for version in sorted(versions)) or ", llama.cpp not measured"
+        facts = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
+        where = f"`{path.name}`: {document['device']}, {document['instruction_set']}, {facts}{others}"
+        parts.append(f"{table(header, lines)}\n\n{where}, commit {document['commit'][:12]}, {document['date']}.")
+    if not parts:
+        raise FileNotFoundError(RESULTS / "models_cpu_*.json")
+    return "\n\n".join(parts)
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "torch_cpu": summary_table,
     "torch_cpu_losses": losses_table,
@@ -241,4 +274,5 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "torch_cpu_busy": busy_table,
     "cpu_kernels": kernels_table,
     "cpu_kernels_rows": kernels_rows_table,
+    "cpu_models": models_table,
 }
