@@ -71,6 +71,12 @@ _WEIGHT_ONLY: Final = tuple(
     for scheme in QUANT_SCHEMES.values()
     if scheme.weight is not None and scheme.activation is None and not _unread_format(scheme.weight)
 )
+_ROW_SCALED: Final = tuple(
+    scheme
+    for scheme in _WEIGHT_ONLY
+    if scheme.weight is not None and (scheme.weight.global_scale or scheme.weight.group[1] == WHOLE)
+)
+_GROUP_SCALED: Final = tuple(scheme for scheme in _WEIGHT_ONLY if scheme not in _ROW_SCALED)
 
 
 def _stacked(*decorators: Callable[[E], E]) -> Callable[[E], E]:
@@ -90,7 +96,12 @@ _cell: Final = functools.partial(register_moe_backend, name="triton", requires=(
 _UNQUANTIZED: Final = _cell(priority=100, quant_schemes=("unquantized",), platforms=_GPUS)
 # Below backends written for one scheme, above dequantizing weights before a matmul. In sweeps of int4_w4a16_g128 at 1
 # to 4096 tokens of qwen3-30b-a3b and mixtral-8x7b it took on average 0.66 of Marlin's time, each on its own H200.
-_PACKED: Final = _cell(priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS)
+_PACKED: Final = _stacked(
+    _cell(priority=60, quant_schemes=_GROUP_SCALED, platforms=_GPUS),
+    # Triton's tiles and Hopper's do not round a whole row's scale and the bias alike: on an H200 one row in a thousand
+    # had other bits.
+    _cell(priority=60, quant_schemes=_ROW_SCALED, platforms=_GPUS, batch_invariant=False),
+)
 _EMULATED: Final = _stacked(
     # As for mxfp8's emulation: right, but no faster than 16-bit activations, which win wherever they are allowed.
     _cell(priority=20, quant_schemes=("nvfp4",), platforms=_GPUS, tier="emulation"),
