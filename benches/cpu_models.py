@@ -124,7 +124,7 @@ class CpuModel:
         self.model.set_experts_implementation(quant.name)
 
     def error(self, num_tokens: int) -> str:
-        """What is wrong with the first layer's kernel; empty if nothing is."""
+        """Returns what is wrong with the first layer's kernel; empty if nothing is."""
         call = random_calls(self._problem, num_tokens, "uniform", 1, CPU)[0]
         few = Call(*(each[:_CHECKED_TOKENS] for each in call))
         expected = reference_experts(self._problem, self._drawn, *few, computes=self._problem.quant)

@@ -41,7 +41,7 @@ def _operators() -> Any:
 
 
 def _form() -> str:
-    """What vLLM calls the instructions that it would use here."""
+    """Returns vLLM's name of the instructions that it would use here."""
     return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
 

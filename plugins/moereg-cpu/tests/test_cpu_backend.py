@@ -314,9 +314,7 @@ def _tensors(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
 
 
 def test_long_batched_calls_run_in_pieces() -> None:
-    problem = MoEProblem(
-        num_experts=3, hidden_size=65536, intermediate_size=16, top_k=1, activation_format="batched"
-    )
+    problem = MoEProblem(num_experts=3, hidden_size=65536, intermediate_size=16, top_k=1, activation_format="batched")
     weights, most = make_weights(problem), 400
     rows = torch.randn(3, most, 65536, generator=torch.Generator().manual_seed(0)).bfloat16()
     experts = backend.CpuBatchedExperts(problem, PLATFORM)

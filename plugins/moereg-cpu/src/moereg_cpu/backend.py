@@ -153,9 +153,9 @@ class _CpuExperts(Experts):
 
 
 def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int, halves: int) -> Matrix:
-    fmt = problem.quant.weight
+    fmt, invariant = problem.quant.weight, problem.batch_invariant
     if fmt is None:
-        return Matrix(rows=rows, columns=columns, format=FORMATS[problem.dtype], batch_invariant=problem.batch_invariant)
+        return Matrix(rows=rows, columns=columns, format=FORMATS[problem.dtype], batch_invariant=invariant)
     group_rows, group_columns = (max(extent, 0) for extent in fmt.group)
     return Matrix(
         rows=rows,
@@ -166,7 +166,7 @@ def _matrix(problem: MoEProblem, computes: QuantScheme, rows: int, columns: int,
         group_rows=group_rows,
         scale_halves=halves,
         rounds_tokens=computes.activation is not None,
-        batch_invariant=problem.batch_invariant,
+        batch_invariant=invariant,
     )
 
 
