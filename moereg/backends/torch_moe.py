@@ -8,10 +8,9 @@ from typing import ClassVar, Final
 from moereg.backends._loaded import LoadedExperts, scaled_input_reasons
 from moereg.experts import Facts
 from moereg.platforms import Platform
-from moereg.quantize import spans_tokens
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import GRADIENTS, MoEProblem
-from moereg.spec.quant_schemes import QUANT_SCHEMES
+from moereg.spec.quant_schemes import QUANT_SCHEMES, spans_tokens
 
 CODE: Final = ("backends/torch_moe", "backends/_torch", "backends/_loaded", "kernels/plain/", "weights/layouts")
 

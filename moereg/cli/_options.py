@@ -71,7 +71,7 @@ Deny = Annotated[list[str] | None, backends_of("Use none of these backends.", gr
 _of_layer = functools.partial(option, group="Layer")
 _size_of = functools.partial(_of_layer, "Sizes: experts, hidden, of one expert, top k.")
 _fact_of = functools.partial(_of_layer, "Biases in both products; weights on the input.")
-_demand_of = functools.partial(option, "CUDA graphs; equal bits, in any batch; scheme's activations.", group="Choice")
+_demand_of = functools.partial(option, "CUDA graphs; equal bits, in any batch; exactness.", group="Choice")
 
 
 @dataclasses.dataclass(frozen=True)

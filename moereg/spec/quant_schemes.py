@@ -328,6 +328,12 @@ def get_scheme(name: str | QuantScheme) -> QuantScheme:
         raise UnknownSchemeError(unknown_name_message("quant scheme", name, QUANT_SCHEMES, SCHEMES_CALLED)) from None
 
 
+def spans_tokens(scheme: QuantScheme | str) -> bool:
+    """Whether one dynamic scale spans all tokens of a call, so that tokens affect each other."""
+    fmt = get_scheme(scheme).activation
+    return fmt is not None and fmt.group[0] == WHOLE and not fmt.static
+
+
 def _known_schemes() -> dict[str, QuantScheme]:
     fp8_tensor = QuantFormat("float8_e4m3fn", (WHOLE, WHOLE))
     fp8_channel = QuantFormat("float8_e4m3fn", (1, WHOLE))

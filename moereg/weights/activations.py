@@ -10,12 +10,6 @@ from moereg.weights.formats import Quantized, element_of, restore, total_scale
 from moereg.weights.groups import choose_scale, global_scale, group_extrema
 
 
-def spans_tokens(scheme: QuantScheme | str) -> bool:
-    """Whether one dynamic scale spans all tokens of a call, so that tokens affect each other."""
-    fmt = get_scheme(scheme).activation
-    return fmt is not None and fmt.group[0] == WHOLE and not fmt.static
-
-
 def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Tensor:
     """The scale of a whole tensor of activations, from its largest magnitude.
 
