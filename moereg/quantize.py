@@ -3,12 +3,12 @@
 All code reads the fields of `QuantFormat`, so values constructed by backends and plugins work like moereg's own.
 """
 
+from moereg.spec.quant_schemes import spans_tokens
 from moereg.weights.activations import (
     activation_scale,
     dequantize_activations,
     quantize_activations,
     quantize_dequantize_activations,
-    spans_tokens,
 )
 from moereg.weights.elements import Element, pack_nibbles, unpack_nibbles
 from moereg.weights.formats import Quantized, element_of
