@@ -252,7 +252,7 @@ CLASSES: Final = [
 def test_batched_format_takes_all_that_the_standard_one_does(standard: Any, batched: Any) -> None:
     facts = standard.facts, batched.facts
     assert [each.activation_formats for each in facts] == [{"standard"}, {"batched"}]
-    others = {"activation_formats": frozenset({"batched"}), "gradients": frozenset()}
+    others = {"activation_formats": frozenset({"batched"}), "gradients": frozenset(), "batch_invariant": False}
     assert dataclasses.replace(facts[0], **others) == facts[1]
     assert standard.layouts == batched.layouts
 
